@@ -1,0 +1,1 @@
+"""Flash and paged attention for Flax on TPU."""

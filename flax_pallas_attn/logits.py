@@ -1,0 +1,142 @@
+"""What stands between the product of query and key and the softmax, written once.
+
+Order: scale, soft cap, bias, ALiBi, mask, softmax (with its sink), dropout.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from flax_pallas_attn.masking import Tokens
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["slopes"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Alibi:
+    """Attention with linear biases: adds `-slope * |query position - key position|`.
+
+    Source: Press et al., 2021 (arXiv 2108.12409), section 3.
+
+    Attributes:
+      slopes: `[N]`, one per query head; not trained (its gradient is zero).
+    """
+
+    slopes: jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["rate", "broadcast"]
+)
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """Dropout of attention probabilities.
+
+    What is dropped is a function of key, batch, head, query position and key position alone: not
+    of tiles, sharding or implementation.
+
+    Attributes:
+      rate: Share that is dropped, in `[0, 1)`; what is kept is divided by `1 - rate`.
+      key: A `jax.random` key.
+      broadcast: Whether all batch rows and heads drop the same pairs, as flax's modules do by
+        default.
+    """
+
+    rate: float
+    key: jax.Array
+    broadcast: bool = False
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["bias", "slopes", "sinks", "dropout_seed"],
+    meta_fields=["soft_cap", "dropout_rate", "dropout_broadcast"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Logits:
+    """The options of a call that change scores or probabilities.
+
+    Attributes:
+      soft_cap: Scores become `soft_cap * tanh(scores / soft_cap)`; None for none.
+      bias: `[B or 1, N or 1, T or 1, S or 1]` or None.
+      slopes: ALiBi's, `[N]` float32, or None.
+      sinks: `[N]` float32, a logit per head that takes part in the softmax and has no value, or
+        None.
+      dropout_seed: uint32 `[2]`, or None for no dropout.
+      dropout_rate: In `[0, 1)`.
+      dropout_broadcast: Share the pattern over batch and heads.
+    """
+
+    soft_cap: float | None = None
+    bias: jax.Array | None = None
+    slopes: jax.Array | None = None
+    sinks: jax.Array | None = None
+    dropout_seed: jax.Array | None = None
+    dropout_rate: float = 0.0
+    dropout_broadcast: bool = False
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Names of the public arguments that are in use."""
+        names = []
+        if self.soft_cap is not None:
+            names.append("logits_soft_cap")
+        if self.bias is not None:
+            names.append("bias")
+        if self.slopes is not None:
+            names.append("bias=Alibi")
+        if self.sinks is not None:
+            names.append("sinks")
+        if self.dropout_seed is not None:
+            names.append("dropout")
+        return tuple(names)
+
+
+def cap(scores: jax.Array, soft_cap: float) -> jax.Array:
+    """`soft_cap * tanh(scores / soft_cap)`; its derivative is `1 - (result / soft_cap) ** 2`."""
+    return soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def alibi(slope: jax.Array, query: Tokens, key: Tokens) -> jax.Array:
+    """ALiBi's bias, float32, of the shape in which `slope`, `query` and `key` meet."""
+    return -slope * jnp.abs(query.position - key.position).astype(jnp.float32)
+
+
+def dropout_keep(
+    seed: jax.Array,
+    rate: float,
+    batch_index: jax.Array | int,
+    head_index: jax.Array | int,
+    query_position: jax.Array,
+    key_position: jax.Array,
+) -> jax.Array:
+    """Which pairs survive dropout: bool of the arguments' broadcast shape.
+
+    A counter-based hash: the words are mixed in one after another, each followed by the 32-bit
+    finaliser "lowbias32", whose avalanche bias is published in its source, and the result is
+    compared with `rate * 2**32`. Only 32-bit integer multiplication, xor and shift, so that it is
+    the same on every device.
+
+    Args:
+      seed: uint32 `[2]`.
+      rate: In `[0, 1)`.
+      batch_index: Row of the batch (0 when the pattern is shared).
+      head_index: Query head (0 when the pattern is shared).
+      query_position: Integers.
+      key_position: Integers.
+
+    Source: Wellons, "Prospecting for Hash Functions", 2018.
+    """
+
+    def mix(x):
+        x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+        x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+        return x ^ (x >> 16)
+
+    def word(x):
+        return jnp.asarray(x).astype(jnp.uint32)
+
+    state = mix(seed[0] ^ mix(word(batch_index) ^ mix(seed[1] ^ word(head_index))))
+    state = mix(mix(state ^ word(query_position)) ^ word(key_position))
+    return state >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
