@@ -1,0 +1,1 @@
+"""TPU kernels, nothing else."""

@@ -1,0 +1,1 @@
+"""Attention over a paged key/value cache."""
