@@ -1,0 +1,316 @@
+"""Turns what a caller passes into what an implementation takes, or says what is wrong with it.
+
+Everything here looks at shapes, dtypes and static values; no value of a traced array is read, and
+nothing is traced that a wrong call would have to throw away.
+"""
+
+import dataclasses
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_pallas_attn.logits import Alibi, Dropout, Logits
+from flax_pallas_attn.masking import Mask, Positions, SegmentIds
+
+LAYOUTS = ("BTNH", "BNTH")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A checked call: arrays are heads first and have a batch axis.
+
+    Attributes:
+      query: `[B, N, T, H]`.
+      key: `[B, K, S, H]`.
+      value: `[B, K, S, Hv]`.
+      mask: Who may attend to whom.
+      logits: What changes scores and probabilities.
+      scale: Factor on the scores; an array when the caller's was traced.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    mask: Mask
+    logits: Logits
+    scale: float | jax.Array
+
+
+def check_attention(
+    query,
+    key,
+    value,
+    *,
+    bias,
+    mask,
+    scale,
+    is_causal,
+    query_seq_lengths,
+    key_value_seq_lengths,
+    local_window_size,
+    segment_ids,
+    positions,
+    query_offset,
+    logits_soft_cap,
+    sinks,
+    dropout,
+    layout,
+) -> Call:
+    """Checks the arguments of `dot_product_attention`, which documents them.
+
+    Raises:
+      ValueError: Names the argument, its value and what was expected.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is not known; use one of {LAYOUTS}.")
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    ranks = {x.ndim for x in (query, key, value)}
+    if ranks not in ({3}, {4}):
+        raise ValueError(
+            "query, key and value must all have rank 4 (or all rank 3, without a batch axis), got "
+            f"shapes {query.shape}, {key.shape}, {value.shape}."
+        )
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            "query, key and value must share one dtype, got "
+            f"{query.dtype}, {key.dtype}, {value.dtype}; cast them, e.g. key.astype(query.dtype)."
+        )
+    if not jnp.issubdtype(query.dtype, jnp.floating):
+        raise ValueError(f"query, key and value must be floating point, got {query.dtype}.")
+    if query.ndim == 3:
+        query, key, value = query[None], key[None], value[None]
+    if layout == "BTNH":
+        query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+    batch, heads, queries, head_dim = query.shape
+    kv_heads, keys = key.shape[1:3]
+    _check_shapes(query, key, value)
+    full = (batch, heads, queries, keys)
+
+    if positions is not None and not _is_zero(query_offset):
+        raise ValueError(
+            f"query_offset={query_offset!r} and positions were both given; positions already say "
+            "where each query stands: leave query_offset out."
+        )
+    lower, upper = _check_band(is_causal, local_window_size)
+    offset, positions = _check_positions(query_offset, positions, batch, queries, keys)
+    segment_ids = _check_segments(
+        segment_ids, query_seq_lengths, key_value_seq_lengths, batch, queries, keys
+    )
+    rule = mask if callable(mask) else None
+    dense = None if mask is None or rule is not None else _check_dense(mask, "mask", full)
+
+    slopes = None
+    if isinstance(bias, Alibi):
+        slopes = _check_per_head(bias.slopes, "bias=Alibi(slopes)", heads)
+        bias = None
+    elif bias is not None:
+        bias = _check_dense(bias, "bias", full)
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise ValueError(
+                f"bias has dtype {bias.dtype}; a bias is added to the scores and must be floating "
+                "point. Pass a boolean array as mask."
+            )
+    if logits_soft_cap is not None and not logits_soft_cap > 0:
+        raise ValueError(f"logits_soft_cap={logits_soft_cap!r} must be positive (None for none).")
+    seed, rate, broadcast = _check_dropout(dropout)
+    return Call(
+        query=query,
+        key=key,
+        value=value,
+        mask=Mask(
+            lower=lower,
+            upper=upper,
+            rule=rule,
+            query_offset=offset,
+            segment_ids=segment_ids,
+            positions=positions,
+            dense=dense,
+        ),
+        logits=Logits(
+            soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+            bias=bias,
+            slopes=slopes,
+            sinks=None if sinks is None else _check_per_head(sinks, "sinks", heads),
+            dropout_seed=seed,
+            dropout_rate=rate,
+            dropout_broadcast=broadcast,
+        ),
+        scale=_check_scale(scale, head_dim),
+    )
+
+
+def _check_shapes(query, key, value) -> None:
+    (batch, heads, _, head_dim), (_, kv_heads, keys, _) = query.shape, key.shape
+    for name, x in (("key", key), ("value", value)):
+        if x.shape[0] != batch:
+            raise ValueError(f"{name} has batch size {x.shape[0]}, query has {batch}.")
+        if x.shape[2] != keys or x.shape[1] != kv_heads:
+            raise ValueError(
+                f"value has {value.shape[2]} positions and {value.shape[1]} heads, key has {keys} "
+                f"and {kv_heads}; they must agree (is layout right?)."
+            )
+    if key.shape[3] != head_dim:
+        raise ValueError(f"key has head size {key.shape[3]}, query has {head_dim}.")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"query has {heads} heads and key has {kv_heads}: the number of query heads must be a "
+            "multiple of the number of key heads (is layout right?)."
+        )
+    for name, size in (("T", query.shape[2]), ("S", keys), ("H", head_dim), ("Hv", value.shape[3])):
+        if size == 0:
+            raise ValueError(f"{name} is 0 in shapes {query.shape}, {key.shape}, {value.shape}.")
+
+
+def _check_band(is_causal, window) -> tuple[int | None, int | None]:
+    lower = 0 if is_causal else None
+    if window is None:
+        return lower, None
+    if isinstance(window, numbers.Integral):
+        window = (window, window)
+    if (
+        not isinstance(window, tuple)
+        or len(window) != 2
+        or not all(isinstance(w, numbers.Integral) and w >= 0 for w in window)
+    ):
+        raise ValueError(
+            f"local_window_size={window!r} must be an int or a pair (left, right) of ints >= 0: the "
+            "number of keys on each side that a query may see beside its own."
+        )
+    left, right = (int(w) for w in window)
+    return (0 if is_causal else -right), left
+
+
+def _is_zero(offset) -> bool:
+    return isinstance(offset, numbers.Integral) and offset == 0
+
+
+def _check_positions(offset, positions, batch, queries, keys) -> tuple[int, Positions | None]:
+    if positions is not None:
+        if not isinstance(positions, Positions):
+            raise ValueError(
+                f"positions is a {type(positions).__name__}; pass "
+                "Positions(query=[B, T], key=[B, S])."
+            )
+        return 0, _check_pair(positions, "positions", batch, queries, keys)
+    if isinstance(offset, numbers.Integral):
+        return int(offset), None
+    offset = jnp.asarray(offset)
+    if not jnp.issubdtype(offset.dtype, jnp.integer) or offset.shape not in ((), (batch,)):
+        raise ValueError(
+            f"query_offset must be an int or an integer array of shape () or ({batch},), got "
+            f"{offset.dtype}{list(offset.shape)}."
+        )
+    start = jnp.broadcast_to(offset, (batch,)).astype(jnp.int32)[:, None]
+    return 0, Positions(
+        query=start + jnp.arange(queries, dtype=jnp.int32),
+        key=jnp.broadcast_to(jnp.arange(keys, dtype=jnp.int32), (batch, keys)),
+    )
+
+
+def _check_pair(pair, name, batch, queries, keys):
+    checked = []
+    for side, size in (("query", queries), ("key", keys)):
+        x = jnp.asarray(getattr(pair, side))
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name}.{side} has dtype {x.dtype}; integers are expected.")
+        if x.shape not in ((size,), (1, size), (batch, size)):
+            raise ValueError(
+                f"{name}.{side} has shape {x.shape}; ({batch}, {size}) is expected: "
+                "one entry per token."
+            )
+        checked.append(jnp.broadcast_to(x.astype(jnp.int32), (batch, size)))
+    return type(pair)(*checked)
+
+
+def _check_segments(segment_ids, query_lengths, key_lengths, batch, queries, keys):
+    """Segment ids and lengths as one: what lies beyond a length has segment -1."""
+    if segment_ids is not None:
+        if not isinstance(segment_ids, SegmentIds):
+            raise ValueError(
+                f"segment_ids is a {type(segment_ids).__name__}; pass "
+                "SegmentIds(query=[B, T], key=[B, S])."
+            )
+        segment_ids = _check_pair(segment_ids, "segment_ids", batch, queries, keys)
+    if query_lengths is None and key_lengths is None:
+        return segment_ids
+    if segment_ids is None:
+        segment_ids = SegmentIds(
+            query=jnp.zeros((batch, queries), jnp.int32), key=jnp.zeros((batch, keys), jnp.int32)
+        )
+    return SegmentIds(
+        query=_cut(segment_ids.query, query_lengths, "query_seq_lengths"),
+        key=_cut(segment_ids.key, key_lengths, "key_value_seq_lengths"),
+    )
+
+
+def _cut(ids, lengths, name):
+    if lengths is None:
+        return ids
+    lengths = jnp.asarray(lengths)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer) or lengths.shape != ids.shape[:1]:
+        raise ValueError(
+            f"{name} must be integers of shape ({ids.shape[0]},), one per batch row, got "
+            f"{lengths.dtype}{list(lengths.shape)}."
+        )
+    return jnp.where(jnp.arange(ids.shape[1]) < lengths[:, None], ids, -1)
+
+
+def _check_dense(x, name, full):
+    x = jnp.asarray(x)
+    if x.ndim > 4 or x.ndim < 2:
+        raise ValueError(
+            f"{name} has shape {x.shape}; [B, N, T, S] = {list(full)} is expected, with 1 or a "
+            "missing leading axis where it broadcasts."
+        )
+    x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    for axis, size, expected in zip("BNTS", x.shape, full, strict=True):
+        if size not in (1, expected):
+            raise ValueError(
+                f"{name} has shape {x.shape}: its axis {axis} has size {size}, 1 or {expected} is "
+                "expected."
+            )
+    return x
+
+
+def _check_per_head(x, name, heads):
+    x = jnp.asarray(x)
+    if x.shape != (heads,):
+        raise ValueError(
+            f"{name} has shape {x.shape}; ({heads},) is expected, one number per query head."
+        )
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _check_dropout(dropout) -> tuple[jax.Array | None, float, bool]:
+    if dropout is None:
+        return None, 0.0, False
+    if not isinstance(dropout, Dropout):
+        raise ValueError(
+            f"dropout is a {type(dropout).__name__}; pass Dropout(rate=, key=, broadcast=)."
+        )
+    if not 0 <= dropout.rate < 1:
+        raise ValueError(f"dropout.rate={dropout.rate!r} must lie in [0, 1).")
+    if dropout.rate == 0:
+        return None, 0.0, False
+    if dropout.key is None:
+        raise ValueError(
+            f"dropout.rate={dropout.rate} needs a random key, got None: pass "
+            "Dropout(rate=, key=jax.random.key(seed)), or rate=0 when evaluating."
+        )
+    return jax.random.bits(dropout.key, (2,), jnp.uint32), float(dropout.rate), dropout.broadcast
+
+
+def _check_scale(scale, head_dim) -> float | jax.Array:
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, (numbers.Real, np.generic)):
+        return float(scale)
+    scale = jnp.asarray(scale)
+    if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise ValueError(
+            f"scale must be a number, got an array {scale.dtype}{list(scale.shape)}; scale heads "
+            "one by one by multiplying query."
+        )
+    return scale
