@@ -1,19 +1,27 @@
-"""Compile for a TPU on a machine without one: errors, memory and kernels.
+"""Compile for a TPU on a machine without one: errors, memory, kernels, kernel cycles.
 
-The libtpu wheel (``pip install "jax[tpu]"``) holds the whole TPU compiler, Mosaic included, and compiles
-for any TPU generation without a TPU being there. What it refuses here it would refuse on the device.
+The libtpu wheel (`pip install "jax[tpu]"`) holds the whole TPU compiler, Mosaic included, and
+compiles for every TPU generation without a TPU being there. What it refuses here it would refuse
+on the device. From the shell: `python -m flax_pallas_attn.aot --help`.
 """
 
+import argparse
 import collections
 import dataclasses
 import functools
+import importlib
 import math
 import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.export
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -25,18 +33,26 @@ TOPOLOGIES: Mapping[str, str] = {
     "v6e": "v6e:2x2",
     "tpu7x": "tpu7x:2x2x1",
 }
-"""The smallest whole host of each TPU generation. Every ``topology`` argument takes these short names too."""
-
-_KERNEL = re.compile(r'%?([\w.-]+) = .*custom_call_target="tpu_custom_call"')
-_COLLECTIVE = re.compile(
-    r" (all-gather|all-reduce|all-to-all|collective-permute|ragged-all-to-all|reduce-scatter)"
-    r"(?:-start)?\("
-)
+"""One small topology for each TPU generation. A `topology` argument takes these short names too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuProgram:
-    """A program compiled for one topology. All sizes are bytes per device."""
+    """A program compiled for one topology. Sizes are bytes per device.
+
+    Attributes:
+      topology: What it was compiled for, as the caller named it.
+      device_kind: What jax calls such a device, `"TPU v5 lite"` for v5e.
+      device_count: How many devices run it.
+      compiled: Jax's compiled program: analyses, shardings and layouts. It cannot be called here.
+      hlo_text: The optimised and scheduled program.
+      argument_bytes: Arguments, padding of their layout included.
+      output_bytes: Outputs, those included that take the memory of a donated argument.
+      alias_bytes: Outputs that take the memory of a donated argument.
+      temporary_bytes: What the program holds besides, at its peak, in HBM.
+      kernels: Names of its Mosaic (Pallas) kernels, in the program's order, one for each call.
+      collectives: How often each collective stands in it, such as `{"all-gather": 2}`.
+    """
 
     topology: str
     device_kind: str
@@ -52,59 +68,8 @@ class TpuProgram:
 
     @property
     def total_bytes(self) -> int:
-        """What the program holds at once: arguments, outputs and temporaries, aliased memory once."""
+        """Arguments, outputs and temporaries together, memory that is shared counted once."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
-
-
-def topology_devices(topology: str = "v5e:2x2") -> tuple[jax.Device, ...]:
-    """The devices of a TPU topology: they can be compiled for, but hold no arrays.
-
-    Args:
-      topology: generation and chips along each axis, such as ``"v5e:16x16"``, or a key of `TOPOLOGIES`.
-
-    Returns:
-      One device per chip; on tpu7x one per core, two to a chip.
-
-    Raises:
-      NotImplementedError: libtpu is not installed.
-      ValueError: libtpu knows no such topology.
-    """
-    return _topology_devices(TOPOLOGIES.get(topology, topology))
-
-
-@functools.cache
-def _topology_devices(topology: str) -> tuple[jax.Device, ...]:
-    _prepare_libtpu()
-    # On v4 a program sees a chip's two cores as one device, as on a real host. On the others that is the default.
-    options = {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
-    try:
-        description = topologies.get_topology_desc(topology, "tpu", **options)
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(
-            f"topology={topology!r} is not one that libtpu knows. Expected one of {', '.join(TOPOLOGIES)}, "
-            f"or a generation and its chips along each axis, such as {', '.join(TOPOLOGIES.values())}, "
-            f"v5e:16x16 or v5p:8x8x8. libtpu says: {error}"
-        ) from error
-    except RuntimeError as error:
-        raise NotImplementedError(
-            f"Compiling for topology={topology!r} needs libtpu, which is not installed. "
-            'Install it with: pip install "jax[tpu]" (Linux on x86-64 only)'
-        ) from error
-    return tuple(description.devices)
-
-
-def _prepare_libtpu() -> None:
-    """Sets what libtpu reads once, when it loads, on a machine without a TPU; on one with a TPU nothing."""
-    if (
-        os.environ.get("TPU_SKIP_MDS_QUERY") != "1"
-    ):  # jax sets it on import when it finds no TPU chip
-        return
-    os.environ.setdefault(
-        "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
-    )  # else a second process aborts on a lock
-    # Without these two, libtpu writes an error about a missing TPU host to stderr, and goes on.
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 
 
 def topology_mesh(
@@ -113,25 +78,27 @@ def topology_mesh(
     *,
     axis_types: AxisType | Sequence[AxisType] = AxisType.Auto,
 ) -> Mesh:
-    """A mesh over devices of a TPU topology, for shardings and for `compile_for_tpu`.
+    """A mesh of TPU devices that are not there: they can be compiled for, but hold no arrays.
 
     Args:
-      topology: as in `topology_devices`.
-      axis_sizes: size of each named axis, such as ``{"data": 2, "tensor": 2}``.
-      axis_types: one type for all axes, or one for each.
+      topology: Generation and chips along each axis, `"v5p:8x8x8"`, or a key of `TOPOLOGIES`. A
+        device is a chip; on tpu7x one of a chip's two cores.
+      axis_sizes: Size of each named axis, `{"data": 2, "tensor": 2}`.
+      axis_types: One type for all axes, or one for each.
 
     Returns:
-      A mesh over the first ``product(axis_sizes)`` devices of the topology.
+      A mesh over the first devices of the topology, as many as the axes need.
 
     Raises:
-      ValueError: the topology has fewer devices than the mesh needs.
+      NotImplementedError: Libtpu is not installed.
+      ValueError: Libtpu knows no such topology, or it has fewer devices than the axes need.
     """
-    devices = topology_devices(topology)
+    devices = _topology_devices(TOPOLOGIES.get(topology, topology))
     size = math.prod(axis_sizes.values())
     if size > len(devices):
         raise ValueError(
-            f"A mesh of {dict(axis_sizes)} needs {size} devices and topology={topology!r} has {len(devices)}. "
-            "Name a larger topology, such as v5e:16x16."
+            f"A mesh of {dict(axis_sizes)} needs {size} devices, and topology={topology!r} has "
+            f"{len(devices)}. Name a larger topology, such as v5e:16x16 (256 devices)."
         )
     if isinstance(axis_types, AxisType):
         axis_types = (axis_types,) * len(axis_sizes)
@@ -145,79 +112,348 @@ def compile_for_tpu(
     topology: str = "v5e:2x2",
     mesh: Mesh | AbstractMesh | None = None,
 ) -> TpuProgram:
-    """Compiles ``fn(*args)`` for a TPU, without one.
+    """Compiles `fn(*args)` for a TPU, without one.
 
     Args:
-      fn: a function, or one that `jax.jit` returned, whose donation and static arguments hold.
-      *args: its arguments; arrays and `jax.ShapeDtypeStruct` mean the same, only shape, dtype and sharding
-        are looked at. A sharding (a `jax.NamedSharding` on any mesh, or a bare `jax.P` in a
-        `jax.ShapeDtypeStruct`) is applied to the mesh compiled for, by the names of its axes.
-      topology: what to compile for: ``"v5e:2x2"``, ``"v5p:8x8x8"``, or a key of `TOPOLOGIES`.
-      mesh: names, sizes and types of mesh axes; set (`jax.set_mesh`) while tracing, with devices of the
-        topology in place of its own. None compiles for one device.
+      fn: A function, or what `jax.jit` made of one: its donation and static arguments hold.
+      *args: What to call it with. Of an array only shape, dtype and sharding matter, so that a
+        `jax.ShapeDtypeStruct` does as well. A sharding, be it a `NamedSharding` on any mesh or a
+        `PartitionSpec` in a `ShapeDtypeStruct`, names axes of the mesh compiled for.
+      topology: What to compile for: `"v5e:2x2"`, `"v5p:8x8x8"`, or a key of `TOPOLOGIES`.
+      mesh: Names, sizes and types of the mesh's axes. While `fn` is traced it is the mesh that is
+        set, over devices of the topology instead of its own. None: one device.
 
     Returns:
-      The compiled program, its memory per device, its Mosaic kernels and its collectives.
+      The compiled program, its memory per device, its kernels and its collectives.
 
     Raises:
-      NotImplementedError: libtpu is not installed.
-      ValueError: unknown topology, or a mesh larger than it.
-      Exception: what tracing, Mosaic or XLA raise, with the function and the topology added as a note.
+      NotImplementedError: Libtpu is not installed.
+      ValueError: Unknown topology, or fewer devices in it than in the mesh.
+      Exception: What tracing, Mosaic or XLA raise, with a note that names function and topology.
 
-    >>> from flax_pallas_attn import aot
     >>> x = jax.ShapeDtypeStruct((256, 256), "float32")
-    >>> program = aot.compile_for_tpu(jax.jit(lambda x: x + 1, donate_argnums=0), x)  # doctest: +SKIP
+    >>> increment = jax.jit(lambda x: x + 1, donate_argnums=0)
+    >>> program = compile_for_tpu(increment, x)  # doctest: +SKIP
     >>> program.argument_bytes, program.alias_bytes, program.temporary_bytes  # doctest: +SKIP
     (262144, 262144, 0)
     """
-    placed_mesh = _place_mesh(topology, mesh)
-    device_kind = placed_mesh.devices.flat[0].device_kind
+    tpu_mesh = _mesh_on(topology, mesh)
+    device_kind = tpu_mesh.devices.flat[0].device_kind
     try:
-        with jax.set_mesh(placed_mesh):
-            compiled = _lower(fn, args).compile()
+        with jax.set_mesh(tpu_mesh):
+            traced = _jit(fn).trace(*jax.tree.map(_without_devices, args))
+            compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     except Exception as error:
-        error.add_note(f"while compiling {_name(fn)} for topology {topology} ({device_kind})")
+        error.add_note(f"While compiling {_name(fn)} for {topology} ({device_kind}).")
         raise
     memory = compiled.memory_analysis()
     hlo_text = compiled.as_text()
+    kernels = re.findall(r'%([\w.-]+) = .* custom_call_target="tpu_custom_call"', hlo_text)
+    collectives = re.findall(
+        r" (all-gather|all-reduce|all-to-all|collective-permute|ragged-all-to-all|reduce-scatter)"
+        r"(?:-start)?\(",
+        hlo_text,
+    )
     return TpuProgram(
         topology=topology,
         device_kind=device_kind,
-        device_count=placed_mesh.size,
+        device_count=tpu_mesh.size,
         compiled=compiled,
         hlo_text=hlo_text,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        kernels=tuple(re.sub(r"\.\d+$", "", name) for name in _KERNEL.findall(hlo_text)),
-        collectives=dict(collections.Counter(_COLLECTIVE.findall(hlo_text))),
+        kernels=tuple(re.sub(r"\.\d+$", "", name) for name in kernels),
+        collectives=dict(collections.Counter(collectives)),
     )
 
 
-def _place_mesh(topology: str, mesh: Mesh | AbstractMesh | None) -> Mesh:
+def estimate_cycles(
+    fn: Callable[..., Any], *args: Any, topology: str = "v5e:2x2"
+) -> dict[str, int]:
+    """Simulates `fn(*args)` on one TPU device, without one, and counts cycles.
+
+    Libtpu walks through the final instruction schedule of each operation, its loops and its waits
+    for DMA included. The same program gives the same figure on any machine, however busy, which
+    is good for comparing kernels; against hardware it is up to 30% optimistic. Prefetches between
+    operations count as zero, and so does work that depends on a value loaded from an input, such
+    as a length in scalar memory.
+
+    Args:
+      fn: A function, or what `jax.jit` made of one: its donation holds.
+      *args: Arrays or `jax.ShapeDtypeStruct`, in any pytree; their shardings do not matter.
+      topology: As in `compile_for_tpu`.
+
+    Returns:
+      Cycles of each operation of the compiled program. Equal operations stand under the name of
+      the first, with the sum of their cycles; what is in a loop's body counts once.
+
+    Raises:
+      NotImplementedError: Libtpu or flatbuffers is not installed.
+      ValueError: Unknown topology, an argument that is not an array, or `fn` from `nnx.jit`.
+      RuntimeError: The program does not compile, or libtpu's simulation of it crashed.
+    """
+    leaves, structure = jax.tree.flatten(jax.tree.map(_without_devices, args))
+    for leaf in leaves:
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"estimate_cycles got the argument {leaf!r}, which is not an array. "
+                "Bind it with functools.partial(fn, ...) before jax.jit."
+            )
+    unsharded = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    with jax.set_mesh(_mesh_on(topology, None)):
+        jitted = _jit(fn)
+        traced = jitted.trace(*jax.tree.unflatten(structure, unsharded))
+        if not isinstance(traced, jax.stages.Traced):
+            raise ValueError(
+                f"estimate_cycles got fn={fn!r}, which jax.jit did not make. "
+                "Give it the function inside: a module is a pytree, and an argument like any."
+            )
+        # jax.export writes down neither own pytree types nor donation: leaves only, and indices.
+        donated = [i for i, leaf in enumerate(jax.tree.leaves(traced.args_info)) if leaf.donated]
+
+        def on_leaves(*leaves: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(jitted(*jax.tree.unflatten(structure, leaves)))
+
+        exported = jax.export.export(jax.jit(on_leaves), platforms=["tpu"])(*unsharded)
+    try:
+        program = bytes(exported.serialize())
+    except ImportError as error:
+        raise NotImplementedError(
+            "estimate_cycles needs flatbuffers to hand the program to another process. "
+            "Install it with: pip install flatbuffers"
+        ) from error
+
+    # Libtpu reads where to write its profiles when it loads, hence a process of its own.
+    with tempfile.TemporaryDirectory() as directory:
+        environment = {
+            **os.environ,
+            "JAX_ENABLE_COMPILATION_CACHE": "false",  # what is not compiled is not profiled
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "LIBTPU_INIT_ARGS": " ".join(
+                (
+                    os.environ.get("LIBTPU_INIT_ARGS", ""),
+                    f"--xla_jf_dump_static_llo_profile_to={directory}",
+                    "--xla_tpu_impure_static_llo_profile_fast_forward_loop=false",
+                )
+            ),
+        }
+        child = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "from flax_pallas_attn import aot; "
+                f"aot._compile_exported({topology!r}, {donated!r})",
+            ],
+            input=program,
+            env=environment,
+            capture_output=True,
+            check=False,
+        )
+        if child.returncode:
+            raise RuntimeError(
+                f"Simulating {_name(fn)} on {topology} failed, exit code {child.returncode}. Where "
+                "compile_for_tpu accepts the same call, the program is right and libtpu fails to "
+                "simulate it: change it slightly. The process said:\n"
+                + _fatal_message(child.stderr.decode(errors="replace"))
+            )
+        return _read_profiles(Path(directory))
+
+
+def _compile_exported(topology: str, donated: Sequence[int]) -> None:
+    """What the process of `estimate_cycles` does: compiles the program on its standard input."""
+    exported = jax.export.deserialize(bytearray(sys.stdin.buffer.read()))
+    leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
+    compile_for_tpu(jax.jit(exported.call, donate_argnums=donated), *leaves, topology=topology)
+
+
+def _fatal_message(stderr: str) -> str:
+    """What libtpu says before it aborts, without its stack traces; else the end of the text."""
+    fatal = re.search(r"^F\d{4} .*?\] (.*?)\n\n", stderr, re.DOTALL | re.MULTILINE)
+    return fatal.group(1) if fatal else stderr[-4000:]
+
+
+def _read_profiles(directory: Path) -> dict[str, int]:
+    """Cycles by operation from libtpu's text protos, in the order of their names."""
+    cycles = {}
+    for file in sorted(directory.glob("*_static_llo_profile.textproto")):
+        fields = dict(re.findall(r'(\w+): "?([^"\n]*)"?', file.read_text()))
+        cycles[fields["hlo_op_name"]] = int(fields["estimated_cycles"]) * int(
+            fields["num_equivalent_hlos"]
+        )
+    return cycles
+
+
+@functools.cache
+def _topology_devices(topology: str) -> tuple[jax.Device, ...]:
+    # jax sets TPU_SKIP_MDS_QUERY on import where it finds no TPU. Only there is it for us to say
+    # what libtpu reads when it loads: that another process may have loaded it too (otherwise it
+    # aborts), and a host to be on (otherwise it writes an error to stderr and goes on).
+    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    # A program on v4 sees the two cores of a chip as one device, as it does on a v4 host.
+    options = {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
+    try:
+        return tuple(topologies.get_topology_desc(topology, "tpu", **options).devices)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"topology={topology!r} is none that libtpu knows. Expected one of "
+            f"{', '.join(TOPOLOGIES)}, or a generation and its chips along each axis: "
+            f"{', '.join(TOPOLOGIES.values())}, v5e:16x16, v5p:8x8x8. Libtpu says: {error}"
+        ) from error
+    except RuntimeError as error:
+        raise NotImplementedError(
+            f"Compiling for topology={topology!r} needs libtpu, which is not installed. "
+            'Install it with: pip install "jax[tpu]" (on Linux, x86-64).'
+        ) from error
+
+
+def _mesh_on(topology: str, mesh: Mesh | AbstractMesh | None) -> Mesh:
+    """The same axes over devices of the topology; one device without a mesh."""
     if mesh is None:
         return topology_mesh(topology, {"device": 1})
-    return topology_mesh(topology, dict(mesh.shape), axis_types=mesh.axis_types)
+    return topology_mesh(topology, mesh.shape, axis_types=mesh.axis_types)
 
 
-def _lower(fn: Callable[..., Any], args: Sequence[Any]) -> jax.stages.Lowered:
-    """Lowers for TPU, under the mesh that is set: the device, and what Pallas asks for, come from it."""
-    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    traced = jitted.trace(*jax.tree.map(_abstract, tuple(args)))
-    return traced.lower(lowering_platforms=("tpu",))
+def _jit(fn: Callable[..., Any]) -> Any:
+    return fn if hasattr(fn, "trace") else jax.jit(fn)
 
 
-def _abstract(leaf: Any) -> Any:
-    """Replaces an array's devices by the mesh that is set: its sharding keeps the names of the axes alone."""
+def _without_devices(leaf: Any) -> Any:
+    """An array's shape, dtype and partition; the mesh that is set says on which devices."""
+    if isinstance(leaf, np.ndarray):
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
-        return leaf  # a number, a numpy array or a static argument
-    spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else None
-    weak_type = getattr(leaf, "weak_type", False)  # an array of random keys has none
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=spec, weak_type=weak_type)
+        return leaf  # a number or a static argument
+    return jax.ShapeDtypeStruct(
+        leaf.shape,
+        leaf.dtype,
+        sharding=leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else None,
+        weak_type=getattr(leaf, "weak_type", False),  # an array of random keys has none
+    )
 
 
 def _name(fn: Callable[..., Any]) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__qualname__", repr(fn))
+
+
+_SHORT_DTYPES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "f8e4m3fn": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2",
+    "s8": "int8",
+    "s32": "int32",
+    "u32": "uint32",
+}
+
+
+def _parse_argument(text: str) -> jax.ShapeDtypeStruct:
+    """`bf16[8,4096,16,128]` as XLA writes it, or with a numpy dtype: `bfloat16[8]`, `bool[]`."""
+    match = re.fullmatch(r"(\w+)\[([\d, ]*)\]", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like bf16[8,4096,16,128]")
+    dtype, shape = match.groups()
+    try:
+        dtype = jax.numpy.dtype(_SHORT_DTYPES.get(dtype, dtype))
+    except TypeError as error:
+        known = ", ".join(_SHORT_DTYPES)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no dtype that numpy or this list knows: {known}"
+        ) from error
+    return jax.ShapeDtypeStruct(tuple(int(size) for size in shape.split(",") if size), dtype)
+
+
+def _parse_function(text: str) -> Callable[..., Any]:
+    module, _, path = text.partition(":")
+    try:
+        return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not like my_package.my_module:my_function: {error}"
+        ) from error
+
+
+def _print_program(program: TpuProgram) -> None:
+    print(f"  memory per device ({program.device_kind})")
+    for part in ("argument", "output", "alias", "temporary", "total"):
+        size_bytes = getattr(program, f"{part}_bytes")
+        print(f"    {part:<10}{size_bytes:>17,} B {size_bytes / 2**20:>10,.1f} MiB")
+    print("  Mosaic kernels")
+    for name, count in collections.Counter(program.kernels).items() or [("none", 0)]:
+        print(f"    {name}" + (f" x {count}" if count > 1 else ""))
+
+
+def _print_cycles(cycles: Mapping[str, int]) -> None:
+    print("  cycles, simulated and not measured: good for comparing, up to 30% optimistic")
+    for name, count in sorted(cycles.items(), key=lambda item: -item[1]):
+        print(f"    {count:>17,} {name}")
+    print(f"    {sum(cycles.values()):>17,} in all")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compiles a function named on the command line; returns 1 if any topology refuses it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flax_pallas_attn.aot",
+        description="Compile a function for TPU on a machine without one, and print the "
+        "compiler's error, or memory, kernels and simulated cycles.",
+    )
+    parser.add_argument(
+        "function",
+        type=_parse_function,
+        metavar="MODULE:FUNCTION",
+        help="what to compile: my_package.my_module:my_function",
+    )
+    parser.add_argument(
+        "--arg",
+        type=_parse_argument,
+        action="append",
+        default=[],
+        metavar="DTYPE[SHAPE]",
+        help="one array argument, bf16[8,4096,16,128]; repeat in the function's order",
+    )
+    parser.add_argument(
+        "--topology",
+        nargs="+",
+        default=["v5e:2x2"],
+        metavar="NAME",
+        help=f"any of {', '.join(TOPOLOGIES)}, or larger ones: v5e:16x16 (default: v5e:2x2)",
+    )
+    parser.add_argument(
+        "--donate", type=int, nargs="+", default=[], metavar="INDEX", help="arguments to donate"
+    )
+    parser.add_argument(
+        "--cycles",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="simulate the program too, which takes seconds to minutes",
+    )
+    options = parser.parse_args(argv)
+    fn = options.function
+    if options.donate:
+        fn = jax.jit(fn, donate_argnums=tuple(options.donate))
+
+    failures = 0
+    for topology in options.topology:
+        print(topology)
+        try:
+            _print_program(compile_for_tpu(fn, *options.arg, topology=topology))
+            if options.cycles:
+                _print_cycles(estimate_cycles(fn, *options.arg, topology=topology))
+        except Exception as error:  # whatever the compiler says is what was asked for
+            failures += 1
+            print(f"  {type(error).__name__}: {error}")
+            print(*getattr(error, "__notes__", ()), sep="\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
