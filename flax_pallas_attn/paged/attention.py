@@ -1,0 +1,246 @@
+"""Attention of ragged queries over a paged cache: check, choose an implementation, call it."""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_pallas_attn.logits import Alibi, Logits
+from flax_pallas_attn.masking import Mask
+from flax_pallas_attn.paged import gather
+from flax_pallas_attn.paged.cache import PagedKVCache, token_places
+
+Implementation = Literal["pallas", "xla", "reference"]
+
+
+def paged_attention(
+    query: jax.Array,
+    cache: PagedKVCache,
+    *,
+    key: jax.Array | None = None,
+    value: jax.Array | None = None,
+    layer: int | jax.Array = 0,
+    page_table: jax.Array,
+    kv_lengths: jax.Array,
+    query_starts: jax.Array,
+    scale: float | jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: Alibi | None = None,
+    tree_mask: jax.Array | None = None,
+    sharding: object | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, PagedKVCache]:
+    """Causal attention of any number of tokens per sequence over a paged cache.
+
+    The tokens of all sequences lie one after another in `query`. Those of sequence s are rows
+    `query_starts[s]` up to `query_starts[s + 1]`, and they are its last tokens: row i of q stands
+    at position `kv_lengths[s] - q + i` and sees its own position and those before it. So one call
+    serves prompts (many tokens), decoding (one) and drafts (a few) together. A sequence may have no
+    token in the call. Not differentiable.
+
+    Letters: P pages, L tokens per page, M pages per sequence, N query heads, K key/value heads.
+
+    Args:
+      query: `[tokens, N, H]`. Tokens past `query_starts[-1]` are padding and come out zero.
+      cache: Keys and values so far, K heads (K divides N), of the query's dtype.
+      key: `[tokens, K, H]` of the same tokens, written to their pages before anything is read;
+        None, with `value`, when they are there already (layers that share a cache).
+      value: `[tokens, K, Hv]`.
+      layer: The layer of the cache to write and read.
+      page_table: `[sequences, M]` int32: the pages of each sequence in order. Entries past its
+        length may hold anything.
+      kv_lengths: `[sequences]` int32: the tokens of each sequence, those of this call included.
+      query_starts: `[sequences + 1]` int32, rising.
+      scale: Factor on the scores; None for `H ** -0.5`.
+      local_window_size: As in `jax.nn.dot_product_attention`: w keys to the left of oneself, and
+        oneself (what lies to the right is never visible here). A published model's
+        `sliding_window=w` is `w - 1` here.
+      logits_soft_cap: Scores become `cap * tanh(scores / cap)`.
+      sinks: `[N]`, a logit per head that takes part in the softmax and has no value.
+      bias: `Alibi(slopes)`.
+      tree_mask: For drafts shaped as a tree; not supported yet.
+      sharding: Placement on a mesh; not supported yet.
+      implementation: "pallas" (TPU), "xla" or "reference". None takes the first for TPU, where it
+        supports the arguments, and the second elsewhere, by the platform that is compiled for.
+
+    Returns:
+      Output `[tokens, N, Hv]` in the query's dtype, and the cache with the new tokens in it.
+
+    Raises:
+      ValueError: Shapes, dtypes or heads that do not fit; and outside `jit`, where values are
+        known, lengths beyond the page table, pages that do not exist, starts that do not rise.
+        Under `jit` nothing is read or written out of bounds: for lengths beyond the page table
+        see `PagedKVCache.overflows`.
+      NotImplementedError: What is valid and not supported here.
+
+    >>> import jax.numpy as jnp
+    >>> from flax_pallas_attn.paged import PagedKVCache, paged_attention
+    >>> cache = PagedKVCache.create(
+    ...     num_layers=1, num_pages=4, page_size=8, num_kv_heads=1, head_dim=16, dtype=jnp.float32
+    ... )
+    >>> x = jnp.ones((5, 1, 16))  # a prompt of 4 tokens, and a sequence's first token
+    >>> output, cache = paged_attention(
+    ...     x, cache, key=x, value=x,
+    ...     page_table=jnp.array([[2, 0], [3, 0]]),
+    ...     kv_lengths=jnp.array([4, 1]),
+    ...     query_starts=jnp.array([0, 4, 5]),
+    ... )
+    >>> output.shape
+    (5, 1, 16)
+    """
+    _check_shapes(query, cache, key, value, page_table, kv_lengths, query_starts)
+    _check_values(query.shape[0], cache, layer, page_table, kv_lengths, query_starts)
+    if tree_mask is not None:
+        raise NotImplementedError("tree_mask is not supported yet; verify one branch per sequence.")
+    if sharding is not None:
+        raise NotImplementedError("sharding is not supported yet; call within jax.shard_map.")
+    if bias is not None and not isinstance(bias, Alibi):
+        raise NotImplementedError(f"bias={type(bias).__name__} is not supported; only Alibi is.")
+    mask = Mask(lower=0, upper=_window_left(local_window_size))
+    logits = Logits(
+        soft_cap=logits_soft_cap,
+        slopes=None if bias is None else _per_head("bias.slopes", bias.slopes, query),
+        sinks=None if sinks is None else _per_head("sinks", sinks, query),
+    )
+    page_table, kv_lengths, query_starts = (
+        jnp.asarray(x, jnp.int32) for x in (page_table, kv_lengths, query_starts)
+    )
+    tables = {"page_table": page_table, "kv_lengths": kv_lengths, "query_starts": query_starts}
+    if key is not None and value is not None:
+        cache = cache.write(key, value, layer=layer, **tables)
+
+    attend = _IMPLEMENTATIONS.get(implementation or "xla")
+    if attend is None:
+        raise ValueError(
+            f"implementation={implementation!r} must be one of {', '.join(_IMPLEMENTATIONS)}."
+        )
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    output = attend(query, cache, mask=mask, logits=logits, scale=scale, layer=layer, **tables)
+    sequence, position = token_places(query.shape[0], kv_lengths, query_starts)
+    lost = cache.overflows(page_table, kv_lengths)[sequence] & (position >= 0)
+    return jnp.where(lost[:, None, None], jnp.nan, output), cache
+
+
+_IMPLEMENTATIONS = {"xla": gather.attend_blockwise, "reference": gather.attend}
+
+
+def _window_left(local_window_size: int | tuple[int, int] | None) -> int | None:
+    if local_window_size is None:
+        return None
+    left, right = (
+        local_window_size
+        if isinstance(local_window_size, tuple)
+        else (local_window_size, local_window_size)
+    )
+    if left < 0 or right < 0:
+        raise ValueError(f"local_window_size={local_window_size} must not be negative.")
+    return left
+
+
+def _per_head(name: str, array: jax.Array, query: jax.Array) -> jax.Array:
+    if array.shape != (query.shape[1],):
+        raise ValueError(
+            f"{name} has shape {array.shape}; expected one per query head, ({query.shape[1]},)."
+        )
+    return jnp.asarray(array, jnp.promote_types(query.dtype, jnp.float32))
+
+
+def _check_shapes(query, cache, key, value, page_table, kv_lengths, query_starts) -> None:
+    if query.ndim != 3 or query.shape[0] < 1:
+        raise ValueError(
+            f"query has shape {query.shape}; expected [tokens, N, H], the tokens (at least "
+            "one) of all sequences one after another."
+        )
+    tokens, heads, head_dim = query.shape
+    if head_dim != cache.head_dim:
+        raise ValueError(
+            f"query has head size {head_dim} and the cache's keys {cache.head_dim}; they must be equal."
+        )
+    if heads % cache.num_kv_heads:
+        raise ValueError(
+            f"query has {heads} heads, which the cache's {cache.num_kv_heads} key/value heads do "
+            "not divide."
+        )
+    if query.dtype != cache.dtype:
+        raise ValueError(
+            f"query has dtype {query.dtype} and the cache {cache.dtype}; cast the query, or create "
+            f"the cache with dtype={query.dtype}."
+        )
+    if (key is None) != (value is None):
+        raise ValueError("key and value must be given together, or neither.")
+    if key is not None and key.shape[0] != tokens:
+        raise ValueError(f"query has {tokens} tokens and key {key.shape[0]}; they must be equal.")
+    if page_table.ndim != 2 or page_table.size < 1:
+        raise ValueError(
+            f"page_table has shape {page_table.shape}; expected [sequences, pages per sequence], "
+            "at least one of each."
+        )
+    sequences = page_table.shape[0]
+    if kv_lengths.shape != (sequences,):
+        raise ValueError(
+            f"kv_lengths has shape {kv_lengths.shape}; expected ({sequences},), one per row of "
+            "page_table."
+        )
+    if query_starts.shape != (sequences + 1,):
+        raise ValueError(
+            f"query_starts has shape {query_starts.shape}; expected ({sequences + 1},): the first "
+            "token of each sequence, and the end of the last."
+        )
+    for name, array in (
+        ("page_table", page_table),
+        ("kv_lengths", kv_lengths),
+        ("query_starts", query_starts),
+    ):
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{name} has dtype {array.dtype}; expected int32.")
+
+
+def _check_values(tokens, cache, layer, page_table, kv_lengths, query_starts) -> None:
+    """Checks what is known: everything outside jit, nothing inside."""
+    if _is_known(layer) and not 0 <= layer < cache.num_layers:
+        raise ValueError(f"layer={layer} is not one of the cache's {cache.num_layers} layers.")
+    if _is_known(query_starts):
+        starts = np.asarray(query_starts)
+        if starts[0] < 0 or (np.diff(starts) < 0).any() or starts[-1] > tokens:
+            raise ValueError(
+                f"query_starts={starts.tolist()} must rise from 0 and end at or before the number "
+                f"of query tokens, {tokens}."
+            )
+    if not _is_known(kv_lengths):
+        return
+    lengths = np.asarray(kv_lengths)
+    capacity = page_table.shape[1] * cache.page_size
+    if lengths.max(initial=0) > capacity:
+        sequence = int(lengths.argmax())
+        raise ValueError(
+            f"kv_lengths[{sequence}]={lengths[sequence]} is beyond what a row of page_table holds: "
+            f"{page_table.shape[1]} pages of {cache.page_size} tokens = {capacity}. Widen page_table "
+            "and allocate pages for it, or stop the sequence."
+        )
+    if _is_known(query_starts):
+        short = np.flatnonzero(lengths < np.diff(starts))
+        if short.size:
+            sequence = int(short[0])
+            raise ValueError(
+                f"kv_lengths[{sequence}]={lengths[sequence]} counts this call's tokens too, and is "
+                f"below their number, {starts[sequence + 1] - starts[sequence]} by query_starts."
+            )
+    if _is_known(page_table):
+        table = np.asarray(page_table)
+        live = np.arange(table.shape[1]) * cache.page_size < lengths[:, None]
+        wrong = np.argwhere(live & ((table < 0) | (table >= cache.num_pages)))
+        if wrong.size:
+            row, column = wrong[0].tolist()
+            raise ValueError(
+                f"page_table[{row}, {column}]={table[row, column]} is not a page of the cache, "
+                f"which has {cache.num_pages}, and kv_lengths[{row}]={lengths[row]} reaches it."
+            )
+
+
+def _is_known(x) -> bool:
+    return not isinstance(x, jax.core.Tracer)
