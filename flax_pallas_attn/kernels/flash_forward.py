@@ -1,0 +1,236 @@
+"""Flash attention, forward: output and logsumexp.
+
+Grid: batch, query head, query tile, key chunk. A chunk of keys and values stands in VMEM (a whole
+head's, at usual lengths: consecutive query tiles and the query heads of a group then share one
+copy); within it a loop visits the tiles that the mask leaves, and masks only those that it cuts.
+
+Source: Dao et al., 2022 (arXiv 2205.14135), algorithm 1; Dao, 2023 (arXiv 2307.08691), section 3.1.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from flax_pallas_attn.kernels import tiles as tiles_lib
+from flax_pallas_attn.kernels.mask_tiles import (
+    MaskInputs,
+    TileAxis,
+    for_each_tile,
+    mask_inputs,
+    mask_specs,
+    pack_spans,
+    read_span,
+    visible_tile,
+)
+from flax_pallas_attn.kernels.online_softmax import (
+    LN_2,
+    LOG2_E,
+    dot,
+    finite,
+    not_finite_rows,
+    softmax_step,
+)
+from flax_pallas_attn.kernels.tiles import Tiles
+from flax_pallas_attn.masking import Mask, tile_spans
+
+
+class _Inputs(NamedTuple):
+    query: Any  # [1, 1, query tile, H]
+    key: Any  # [1, 1, key chunk, H]
+    value: Any  # [1, 1, key chunk, Hv]
+    mask: MaskInputs
+
+
+class _Scratch(NamedTuple):
+    maximum: Any  # [1, query tile]
+    total: Any  # [1, query tile]
+    output: Any  # [Hv, query tile], transposed and not yet divided by total
+
+
+def flash_forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: Mask,
+    *,
+    scale: float,
+    precision: jax.lax.PrecisionLike,
+    tiles: Tiles,
+    reuse_query: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of heads-first arrays.
+
+    Args:
+      query: `[B, N, T, H]`.
+      key: `[B, K, S, H]`.
+      value: `[B, K, S, Hv]`.
+      mask: Who may attend to whom.
+      scale: Factor on the scores.
+      precision: Of both products, for float32; None is full precision.
+      tiles: Tile sizes.
+      reuse_query: Put the output into the query's memory. Where the query is needed later XLA
+        copies it.
+
+    Returns:
+      Output `[B, N, T, Hv]` and logsumexp `[B, N, T]` float32.
+    """
+    batch, heads, queries, head_dim = query.shape
+    kv_heads, keys, value_dim = value.shape[1:]
+    group = heads // kv_heads
+    query_tiles = pl.cdiv(queries, tiles.query)
+    chunks = pl.cdiv(keys, tiles.key_chunk)
+    chunk_tiles = tiles.key_chunk // tiles.key
+    sizes = (tiles.query, tiles.key, queries, keys)
+    spans = [] if mask.is_static else [pack_spans(tile_spans(mask, *sizes)[0])]
+
+    def span_of(b, i, spans_refs):
+        if mask.is_static:
+            return mask.key_span(i, *sizes)
+        return read_span(spans_refs[0], b, i, query_tiles)
+
+    def index(b, n, i, c, *spans_refs):
+        """Batch, query head, query tile, and the nearest key chunk that this tile needs."""
+        if chunks > 1:
+            span = span_of(b, i, spans_refs)
+            last = jnp.maximum(span.stop - 1, span.start) // chunk_tiles
+            c = jnp.clip(c, jnp.minimum(span.start // chunk_tiles, chunks - 1), last)
+        return b, n, i, c
+
+    def query_index(b, n, i, c, *spans_refs):
+        return b, n, i, 0
+
+    def key_index(*grid):
+        b, n, _, c = index(*grid)
+        return b, n // group, c, 0
+
+    inputs = _Inputs(query, key, value, mask_inputs(mask))
+    in_specs = _Inputs(
+        pl.BlockSpec((1, 1, tiles.query, head_dim), query_index),
+        pl.BlockSpec((1, 1, tiles.key_chunk, head_dim), key_index),
+        pl.BlockSpec((1, 1, tiles.key_chunk, value_dim), key_index),
+        mask_specs(inputs.mask, tiles.query, tiles.key_chunk, index),
+    )
+    kernel = functools.partial(
+        _kernel,
+        mask=jax.tree.map(jax.typeof, mask),
+        span_of=span_of,
+        scale=scale,
+        precision=precision,
+        tiles=tiles,
+        queries=queries,
+        keys=keys,
+    )
+    like = functools.partial(
+        jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(query).manual_axis_type
+    )
+    output, logsumexp = pl.pallas_call(
+        kernel,
+        out_shape=(
+            like((batch, heads, queries, value_dim), query.dtype),
+            like((batch, heads, 1, queries), jnp.float32),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(spans),
+            grid=(batch, heads, query_tiles, chunks),
+            in_specs=[in_specs],
+            out_specs=(
+                pl.BlockSpec((1, 1, tiles.query, value_dim), query_index),
+                pl.BlockSpec((1, 1, 1, tiles.query), lambda b, n, i, c, *_: (b, n, 0, i)),
+            ),
+            scratch_shapes=[
+                _Scratch(
+                    pltpu.VMEM((1, tiles.query), jnp.float32),
+                    pltpu.VMEM((1, tiles.query), jnp.float32),
+                    pltpu.VMEM((value_dim, tiles.query), jnp.float32),
+                )
+            ],
+        ),
+        input_output_aliases={len(spans): 0} if reuse_query else {},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=tiles_lib.vmem_limit_bytes(),
+        ),
+        cost_estimate=forward_cost(query, key, value, mask, tiles),
+        name="flash_forward",
+    )(*spans, inputs)
+    return output, logsumexp[:, :, 0]
+
+
+def _kernel(
+    *refs, mask: Mask, span_of, scale: float, precision, tiles: Tiles, queries: int, keys: int
+):
+    *spans_refs, inputs, output_ref, logsumexp_ref, scratch = refs
+    batch_index, query_tile = pl.program_id(0), pl.program_id(2)
+    chunks = pl.cdiv(keys, tiles.key_chunk)
+    chunk = pl.program_id(3) if chunks > 1 else 0
+
+    @pl.when(chunk == 0)
+    def _():
+        scratch.maximum[...] = jnp.full_like(scratch.maximum, -jnp.inf)
+        scratch.total[...] = jnp.zeros_like(scratch.total)
+        scratch.output[...] = jnp.zeros_like(scratch.output)
+
+    query = inputs.query[0, 0]
+    query = (query.astype(jnp.float32) * (scale * LOG2_E)).astype(query.dtype)
+
+    def visit(tile, is_cut):
+        offset = tile * tiles.key
+        key = inputs.key[0, 0, pl.ds(offset, tiles.key), :]
+        value = inputs.value[0, 0, pl.ds(offset, tiles.key), :]
+        scores = dot(key, query, (1, 1), precision)
+        if is_cut:
+            visible = visible_tile(
+                mask,
+                inputs.mask,
+                TileAxis(query_tile * tiles.query, 0, tiles.query, queries),
+                TileAxis(chunk * tiles.key_chunk + offset, offset, tiles.key, keys),
+            )
+            scores = jnp.where(visible, scores + not_finite_rows(value), -jnp.inf)
+            value = finite(value)
+        probabilities, shrink, scratch.maximum[...], scratch.total[...] = softmax_step(
+            scores, scratch.maximum[...], scratch.total[...]
+        )
+        weighted = dot(value, probabilities.astype(value.dtype), (0, 0), precision)
+        scratch.output[...] = scratch.output[...] * shrink + weighted
+
+    chunk_tiles = tiles.key_chunk // tiles.key
+    span = span_of(batch_index, query_tile, spans_refs)
+    for_each_tile(span, chunk * chunk_tiles, chunk_tiles, visit)
+
+    @pl.when(chunk == chunks - 1)
+    def _():
+        total = scratch.total[...]
+        inverse = jnp.where(total == 0, 0.0, 1.0 / total)
+        output_ref[0, 0] = (scratch.output[...] * inverse).T.astype(output_ref.dtype)
+        logsumexp_ref[0, 0] = (scratch.maximum[...] + jnp.log2(total)) * LN_2
+
+
+def forward_cost(query, key, value, mask: Mask, tiles: Tiles) -> pl.CostEstimate:
+    """Work of the tiles that are visited: exact for a static mask, an upper bound for others."""
+    batch, heads, queries, head_dim = query.shape
+    keys, value_dim = value.shape[2:]
+    scores = batch * heads * visited_scores(mask, tiles.query, tiles.key, queries, keys)
+    chunks = pl.cdiv(keys, tiles.key_chunk)
+    copies = 1 if chunks == 1 else (heads // key.shape[1]) * pl.cdiv(queries, tiles.query)
+    return pl.CostEstimate(
+        flops=2 * scores * (head_dim + value_dim),
+        transcendentals=scores,
+        bytes_accessed=query.nbytes
+        + (query.size // head_dim) * (value_dim * query.dtype.itemsize + 4)
+        + copies * (key.nbytes + value.nbytes),
+    )
+
+
+def visited_scores(mask: Mask, query_size: int, key_size: int, queries: int, keys: int) -> int:
+    """Scores that are computed for one head, by arithmetic over the query tiles."""
+    if mask.positions is not None:
+        mask = Mask()
+    spans = (
+        mask.key_span(i, query_size, key_size, queries, keys)
+        for i in range(pl.cdiv(queries, query_size))
+    )
+    return query_size * key_size * sum(span.stop - span.start for span in spans)
