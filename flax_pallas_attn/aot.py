@@ -102,7 +102,7 @@ def topology_mesh(
         )
     if isinstance(axis_types, AxisType):
         axis_types = (axis_types,) * len(axis_sizes)
-    grid = np.array(devices[:size]).reshape(tuple(axis_sizes.values()))
+    grid = devices[:size].reshape(tuple(axis_sizes.values()))
     return Mesh(grid, tuple(axis_sizes), axis_types=tuple(axis_types))
 
 
@@ -288,7 +288,7 @@ def _read_profiles(directory: Path) -> dict[str, int]:
 
 
 @functools.cache
-def _topology_devices(topology: str) -> tuple[jax.Device, ...]:
+def _topology_devices(topology: str) -> np.ndarray:
     # jax sets TPU_SKIP_MDS_QUERY on import where it finds no TPU. Only there is it for us to say
     # what libtpu reads when it loads: that another process may have loaded it too (otherwise it
     # aborts), and a host to be on (otherwise it writes an error to stderr and goes on).
@@ -299,7 +299,7 @@ def _topology_devices(topology: str) -> tuple[jax.Device, ...]:
     # A program on v4 sees the two cores of a chip as one device, as it does on a v4 host.
     options = {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
     try:
-        return tuple(topologies.get_topology_desc(topology, "tpu", **options).devices)
+        return np.array(topologies.get_topology_desc(topology, "tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
             f"topology={topology!r} is none that libtpu knows. Expected one of "
