@@ -3,7 +3,8 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
+
+from flax_pallas_attn.masking import Mask
 
 LANES = 128
 _MIB = 1 << 20
@@ -69,7 +70,6 @@ class Shape:
       keys: S.
       head_dim: H.
       value_dim: Hv.
-      group: Query heads per key head.
       itemsize: Bytes of an element of query, key and value.
       has_dense: Whether a dense mask is streamed.
     """
@@ -78,9 +78,20 @@ class Shape:
     keys: int
     head_dim: int
     value_dim: int
-    group: int
     itemsize: int
     has_dense: bool
+
+
+def shape_of(query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask) -> Shape:
+    """The `Shape` of a call with heads-first arrays."""
+    return Shape(
+        queries=query.shape[2],
+        keys=key.shape[2],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        itemsize=query.dtype.itemsize,
+        has_dense=mask.dense is not None,
+    )
 
 
 def tpu_kind() -> str | None:

@@ -1,0 +1,317 @@
+"""Flash attention, backward: the gradients of query, key and value in one pass over the scores.
+
+Grid: batch, key head, query head of its group, query chunk, key tile. A chunk of queries (a whole
+head's, at usual lengths) stands in VMEM with its output gradient and its own gradient, which sums
+up there over all key tiles. Key and value gradients sum up over query chunks and the heads of the
+group: in VMEM where a head's fit, else in HBM.
+
+Source: Dao, 2023 (arXiv 2307.08691), algorithm 2, with one loop's sums held in VMEM.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from flax_pallas_attn.kernels import tiles as tiles_lib
+from flax_pallas_attn.kernels.flash_forward import visited_scores
+from flax_pallas_attn.kernels.mask_tiles import (
+    MaskInputs,
+    TileAxis,
+    for_each_tile,
+    mask_inputs,
+    mask_specs,
+    pack_spans,
+    read_span,
+    visible_tile,
+)
+from flax_pallas_attn.kernels.online_softmax import LN_2, LOG2_E, dot, finite
+from flax_pallas_attn.kernels.tiles import Tiles
+from flax_pallas_attn.masking import Mask, tile_spans
+
+
+class _Inputs(NamedTuple):
+    query: Any  # [1, 1, query chunk, H]
+    key: Any  # [1, 1, key tile, H]
+    value: Any  # [1, 1, key tile, Hv]
+    output_gradient: Any  # [1, 1, query chunk, Hv]
+    logsumexp: Any  # [1, 1, 1, query chunk]
+    delta: Any  # [1, 1, 1, query chunk]
+    mask: MaskInputs
+
+
+class _Gradients(NamedTuple):
+    query: Any  # [1, 1, query chunk, H]
+    key: Any  # [1, 1, key tile, H], or all of HBM: [B, K, keys, H] float32
+    value: Any
+
+
+class _Scratch(NamedTuple):
+    query: Any  # [query chunk, H], scaled
+    query_gradient: Any  # [H, query chunk], transposed
+    key_gradient: Any  # [slots, key tile, H]
+    value_gradient: Any  # [slots, key tile, Hv]
+
+
+def flash_backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    output_gradient: jax.Array,
+    logsumexp: jax.Array,
+    delta: jax.Array,
+    mask: Mask,
+    *,
+    scale: float,
+    precision: jax.lax.PrecisionLike,
+    tiles: Tiles,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of attention of heads-first arrays.
+
+    Args:
+      query: `[B, N, T, H]`.
+      key: `[B, K, S, H]`.
+      value: `[B, K, S, Hv]`.
+      output_gradient: `[B, N, T, Hv]`.
+      logsumexp: `[B, N, T]` float32, of the forward pass.
+      delta: `[B, N, T]` float32: sum over Hv of output times its gradient, less the gradient of
+        the logsumexp.
+      mask: Who may attend to whom.
+      scale: Factor on the scores.
+      precision: Of all products, for float32; None is full precision.
+      tiles: Tile sizes.
+
+    Returns:
+      Gradients of query, key and value, in their shapes and dtypes.
+    """
+    batch, heads, queries, head_dim = query.shape
+    kv_heads, keys, value_dim = value.shape[1:]
+    group = heads // kv_heads
+    size, key_size = tiles.backward_query, tiles.backward_key
+    chunk = tiles.backward_query_chunk
+    chunks, key_tiles = pl.cdiv(queries, chunk), pl.cdiv(keys, key_size)
+    sums_in_hbm = group * chunks > 1 and not tiles_lib.key_gradients_fit(
+        tiles, tiles_lib.shape_of(query, key, value, mask)
+    )
+    sizes = (size, key_size, queries, keys)
+    spans = [] if mask.is_static else [pack_spans(tile_spans(mask, *sizes)[1])]
+
+    def span_of(b, j, spans_refs):
+        if mask.is_static:
+            return mask.query_span(j, *sizes)
+        return read_span(spans_refs[0], b, j, key_tiles)
+
+    def index(b, n, g, c, j, *_):
+        return b, n * group + g, c, j
+
+    def query_index(b, n, g, c, j, *_):
+        return b, n * group + g, c, 0
+
+    def row_index(b, n, g, c, j, *_):
+        return b, n * group + g, 0, c
+
+    def key_index(b, n, g, c, j, *_):
+        return b, n, j, 0
+
+    def key_gradient_index(b, n, g, c, j, *_):
+        """Stays at the first tile until the sums are complete, so that each is written once."""
+        return b, n, jnp.where((g == group - 1) & (c == chunks - 1), j, 0), 0
+
+    inputs = _Inputs(
+        query,
+        key,
+        value,
+        output_gradient,
+        logsumexp[:, :, None],
+        delta[:, :, None],
+        mask_inputs(mask),
+    )
+    in_specs = _Inputs(
+        pl.BlockSpec((1, 1, chunk, head_dim), query_index),
+        pl.BlockSpec((1, 1, key_size, head_dim), key_index),
+        pl.BlockSpec((1, 1, key_size, value_dim), key_index),
+        pl.BlockSpec((1, 1, chunk, value_dim), query_index),
+        pl.BlockSpec((1, 1, 1, chunk), row_index),
+        pl.BlockSpec((1, 1, 1, chunk), row_index),
+        mask_specs(inputs.mask, chunk, key_size, index),
+    )
+    like = functools.partial(
+        jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(query).manual_axis_type
+    )
+    if sums_in_hbm:
+        key_specs = [pl.BlockSpec(memory_space=pl.ANY)] * 2
+        key_shapes = [
+            like((batch, kv_heads, key_tiles * key_size, dim), jnp.float32)
+            for dim in (head_dim, value_dim)
+        ]
+    else:
+        key_specs = [
+            pl.BlockSpec((1, 1, key_size, dim), key_gradient_index) for dim in (head_dim, value_dim)
+        ]
+        key_shapes = [like(x.shape, x.dtype) for x in (key, value)]
+    slots = key_tiles if group * chunks > 1 and not sums_in_hbm else 1
+    gradients = pl.pallas_call(
+        functools.partial(
+            _kernel,
+            mask=jax.tree.map(jax.typeof, mask),
+            span_of=span_of,
+            scale=scale,
+            precision=precision,
+            tiles=tiles,
+            queries=queries,
+            keys=keys,
+            sums_in_hbm=sums_in_hbm,
+        ),
+        out_shape=_Gradients(like(query.shape, query.dtype), *key_shapes),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(spans),
+            grid=(batch, kv_heads, group, chunks, key_tiles),
+            in_specs=[in_specs],
+            out_specs=_Gradients(in_specs.query, *key_specs),
+            scratch_shapes=[
+                _Scratch(
+                    pltpu.VMEM((chunk, head_dim), query.dtype),
+                    pltpu.VMEM((head_dim, chunk), jnp.float32),
+                    pltpu.VMEM((slots, key_size, head_dim), jnp.float32),
+                    pltpu.VMEM((slots, key_size, value_dim), jnp.float32),
+                )
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", *["arbitrary"] * 3),
+            vmem_limit_bytes=tiles_lib.vmem_limit_bytes(),
+        ),
+        cost_estimate=_cost(query, key, value, mask, tiles, sums_in_hbm),
+        name="flash_backward",
+    )(*spans, inputs)
+    if sums_in_hbm:
+        gradients = gradients._replace(
+            key=gradients.key[:, :, :keys].astype(key.dtype),
+            value=gradients.value[:, :, :keys].astype(value.dtype),
+        )
+    return tuple(gradients)
+
+
+def _kernel(
+    *refs,
+    mask: Mask,
+    span_of,
+    scale: float,
+    precision,
+    tiles: Tiles,
+    queries: int,
+    keys: int,
+    sums_in_hbm: bool,
+):
+    *spans_refs, inputs, query_ref, key_ref, value_ref, scratch = refs
+    gradients = _Gradients(query_ref, key_ref, value_ref)
+    batch_index, kv_head, member, chunk, key_tile = (pl.program_id(i) for i in range(5))
+    members, chunks, key_tiles = (pl.num_programs(i) for i in range(2, 5))
+    size, key_size = tiles.backward_query, tiles.backward_key
+    chunk_tiles = tiles.backward_query_chunk // size
+    is_first = (member == 0) & (chunk == 0)
+    is_last = (member == members - 1) & (chunk == chunks - 1)
+    slot = key_tile if scratch.key_gradient.shape[0] > 1 else 0
+    sums = (
+        (scratch.key_gradient.at[slot], gradients.key),
+        (scratch.value_gradient.at[slot], gradients.value),
+    )
+
+    def hbm_tile(ref):
+        return ref.at[batch_index, kv_head, pl.ds(key_tile * key_size, key_size)]
+
+    @pl.when(key_tile == 0)
+    def _():
+        scaled = inputs.query[0, 0].astype(jnp.float32) * (scale * LOG2_E)
+        scratch.query[...] = scaled.astype(scratch.query.dtype)
+        scratch.query_gradient[...] = jnp.zeros_like(scratch.query_gradient)
+
+    @pl.when(is_first)
+    def _():
+        for sum_ref, _ in sums:
+            sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    if sums_in_hbm:
+
+        @pl.when(~is_first)
+        def _():
+            for sum_ref, hbm_ref in sums:
+                pltpu.sync_copy(hbm_tile(hbm_ref), sum_ref)
+
+    key, value = inputs.key[0, 0], inputs.value[0, 0]
+    key_transposed = finite(key).T
+
+    def visit(tile, is_cut):
+        offset = tile * size
+        part = pl.ds(offset, size)
+        query = scratch.query[part, :]
+        output_gradient = inputs.output_gradient[0, 0, part, :]
+        # Zero times delta: what is not finite in a row's output or its gradient reaches the sums.
+        delta = inputs.delta[0, 0, :, part]
+        logsumexp = inputs.logsumexp[0, 0, :, part] * LOG2_E + delta * 0.0
+        probabilities = jnp.exp2(dot(key, query, (1, 1), precision) - logsumexp)
+        change = dot(value, output_gradient, (1, 1), precision) - delta
+        score_gradient = probabilities * change
+        if is_cut:
+            visible = visible_tile(
+                mask,
+                inputs.mask,
+                TileAxis(chunk * tiles.backward_query_chunk + offset, offset, size, queries),
+                TileAxis(key_tile * key_size, 0, key_size, keys),
+            )
+            probabilities = jnp.where(visible, probabilities, 0.0)
+            score_gradient = jnp.where(visible, score_gradient, 0.0)
+            query, output_gradient = finite(query), finite(output_gradient)
+        probabilities = probabilities.astype(value.dtype)
+        score_gradient = score_gradient.astype(key.dtype)
+        (key_sum, _), (value_sum, _) = sums
+        value_sum[...] += dot(probabilities, output_gradient, (1, 0), precision)
+        key_sum[...] += dot(score_gradient, query, (1, 0), precision)
+        scratch.query_gradient[:, part] += dot(key_transposed, score_gradient, (1, 0), precision)
+
+    span = span_of(batch_index, key_tile, spans_refs)
+    for_each_tile(span, chunk * chunk_tiles, chunk_tiles, visit)
+
+    @pl.when(key_tile == key_tiles - 1)
+    def _():
+        @pl.loop(0, chunk_tiles)
+        def _(tile):
+            part = pl.ds(tile * size, size)
+            gradient = scratch.query_gradient[:, part].T * scale
+            gradients.query[0, 0, part, :] = gradient.astype(gradients.query.dtype)
+
+    # The query in the sum carried scale * log2(e): the key's gradient wants scale alone.
+    for (sum_ref, out_ref), factor in zip(sums, (LN_2, 1.0), strict=True):
+
+        @pl.when(is_last)
+        def _(sum_ref=sum_ref, out_ref=out_ref, factor=factor):
+            if sums_in_hbm:
+                sum_ref[...] *= factor
+            else:
+                out_ref[0, 0] = (sum_ref[...] * factor).astype(out_ref.dtype)
+
+        if sums_in_hbm:
+            pltpu.sync_copy(sum_ref, hbm_tile(out_ref))
+
+
+def _cost(query, key, value, mask, tiles, sums_in_hbm) -> pl.CostEstimate:
+    """Work of the tiles that are visited: exact for a static mask, an upper bound for others."""
+    batch, heads, queries, head_dim = query.shape
+    kv_heads, keys, value_dim = value.shape[1:]
+    scores = visited_scores(mask, tiles.backward_query, tiles.backward_key, queries, keys)
+    scores *= batch * heads
+    rounds = (heads // kv_heads) * pl.cdiv(queries, tiles.backward_query_chunk)
+    row_bytes = (2 * head_dim + value_dim) * query.dtype.itemsize + 8
+    key_bytes = key.nbytes + value.nbytes
+    if sums_in_hbm:
+        sums_bytes = (2 * rounds - 1) * 4 * (key.size + value.size)
+    else:
+        sums_bytes = key_bytes
+    return pl.CostEstimate(
+        flops=2 * scores * (3 * head_dim + 2 * value_dim),
+        transcendentals=scores,
+        bytes_accessed=(query.size // head_dim) * row_bytes + rounds * key_bytes + sums_bytes,
+    )

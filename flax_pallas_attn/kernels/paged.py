@@ -1,0 +1,438 @@
+"""Paged attention: ragged queries of many sequences over the pages of one layer, in one kernel.
+
+Grid: blocks of query tokens, cut without regard to sequences. For each KV head the query heads of
+its group are rows beside each other, `row = token * group + head`. A grid step goes through the
+sequences that its rows belong to, and for each through the blocks of pages that its rows may see;
+the copies of the next blocks, of whichever sequence they are, run meanwhile. Every row belongs to
+one sequence, so that one running softmax per row serves them all, and the step ends with one
+division. Rows are taken in tiles: small ones for a few tokens, large ones for a prompt.
+
+Source: Dao et al., 2022 (arXiv 2205.14135), algorithm 1; Kwon et al., 2023 (arXiv 2309.06180).
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from flax_pallas_attn.kernels import tiles as tiles_lib
+from flax_pallas_attn.kernels.online_softmax import LOG2_E, dot, finite
+from flax_pallas_attn.logits import Logits
+from flax_pallas_attn.masking import Mask, Tokens
+
+ALIGNMENT = 16  # rows and tokens: what both bfloat16 and float32 tiles divide
+BUFFERS = 2  # blocks of pages in VMEM: one is used while the next arrives
+SMALL_ROWS = 16  # of the tile for a few rows
+MOST_SMALL_TILES = 4  # a sequence of more rows goes through large tiles
+LARGE_ROWS = 256  # of the tile for many rows
+QUERY_ROWS = 1024  # most rows of a KV head in a grid step
+BLOCK_BYTES = 1 << 20  # of a block of pages: long enough a copy to hide its latency
+MOST_TABLE_PAGES = 200_000  # entries of a page table in scalar memory, of 1 MiB in all
+
+
+def _aligned(size: int) -> int:
+    return max(size // ALIGNMENT, 1) * ALIGNMENT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedTiles:
+    """Sizes of the kernel's tiles.
+
+    Attributes:
+      query_tokens: Tokens of a grid step, a multiple of `tile_tokens`.
+      tile_tokens: Tokens of a large tile of rows, a multiple of 16.
+      block_pages: Pages of a block.
+    """
+
+    query_tokens: int
+    tile_tokens: int
+    block_pages: int
+
+
+def default_tiles(query: jax.Array, pages: jax.Array, page_table: jax.Array) -> PagedTiles:
+    """Tiles that fit the VMEM of the generation compiled for.
+
+    Raises:
+      NotImplementedError: None do.
+    """
+    tokens, heads, _ = query.shape
+    kv_heads, page_size, lanes = pages.shape[2:]
+    group = heads // kv_heads
+    block_tokens = BLOCK_BYTES // (kv_heads * lanes * pages.dtype.itemsize)
+    block_pages = min(max(128, block_tokens), 512) // page_size
+    block_pages = max(1, min(block_pages, page_table.shape[1]))
+    tile_tokens = min(tiles_lib.pad_to(tokens, ALIGNMENT), _aligned(LARGE_ROWS // group))
+    most = min(pl.cdiv(tokens, tile_tokens), QUERY_ROWS // LARGE_ROWS)
+    limit = tiles_lib.vmem_limit_bytes()
+    smaller = [
+        (most // 2**halvings * tile_tokens, tile_tokens) for halvings in range(most.bit_length())
+    ]
+    smaller += [(ALIGNMENT, ALIGNMENT)]
+    for pages_now in (block_pages, 1):
+        for query_tokens, tile_tokens in smaller:
+            tiles = PagedTiles(
+                query_tokens=query_tokens, tile_tokens=tile_tokens, block_pages=pages_now
+            )
+            if vmem_bytes(tiles, query, pages) <= limit:
+                return tiles
+    raise NotImplementedError(
+        f"Pages of {page_size} tokens, {kv_heads} key/value heads and {lanes} lanes, and "
+        f"{heads} query heads, do not fit {limit} bytes of VMEM. Use smaller pages, or "
+        'implementation="xla".'
+    )
+
+
+def vmem_bytes(tiles: PagedTiles, query: jax.Array, pages: jax.Array) -> int:
+    """Estimate: blocks of pages, pipelined queries and outputs, running softmax, live tiles."""
+    kv_heads, page_size, lanes = pages.shape[2:]
+    group = query.shape[1] // kv_heads
+    block_tokens = tiles.block_pages * page_size
+    itemsize = pages.dtype.itemsize
+    rows = kv_heads * tiles.query_tokens * group
+    row_bytes = 2 * (lanes + tiles_lib.LANES) * itemsize + (lanes + 2 * tiles_lib.LANES) * 4
+    scores = max(tiles.tile_tokens * group, SMALL_ROWS) * tiles_lib.pad_to(block_tokens, 128)
+    blocks = BUFFERS * kv_heads * block_tokens * lanes * itemsize
+    return blocks + rows * row_bytes + 4 * (4 * scores + 2 * block_tokens * lanes)
+
+
+def unsupported(query, pages, page_table, logits: Logits) -> list[str]:
+    """Why the kernel cannot take these arguments; empty where it can."""
+    page_size, table_pages = pages.shape[3], page_table.size
+    reasons = [f"{name} is not supported" for name in logits.used if name != "logits_soft_cap"]
+    if pages.dtype not in (jnp.bfloat16, jnp.float32):
+        reasons.append(f"dtype {pages.dtype} is not bfloat16 or float32")
+    if page_size % 8:
+        reasons.append(f"page_size={page_size} is not a multiple of 8")
+    if table_pages > MOST_TABLE_PAGES:
+        reasons.append(
+            f"page_table has {table_pages} entries, and scalar memory holds {MOST_TABLE_PAGES}"
+        )
+    return reasons
+
+
+class _Tables(NamedTuple):
+    """In scalar memory, int32."""
+
+    page_table: Any  # [sequences * M]
+    kv_lengths: Any  # [sequences]
+    query_starts: Any  # [sequences + 1]
+    first_sequence: Any  # [grid]
+    stop_sequence: Any  # [grid]
+    layer: Any  # [1]
+
+
+class _Scratch(NamedTuple):
+    blocks: Any  # [buffers, K, block tokens, lanes]
+    maximum: Any  # [K, rows, 1]
+    total: Any  # [K, rows, 1]
+    output: Any  # [K, rows, value lanes], not yet divided by total
+    arrived: Any  # [buffers] semaphores
+
+
+class _Cursor(NamedTuple):
+    sequence: jax.Array
+    block: jax.Array
+
+
+class _Part(NamedTuple):
+    """The part of a sequence that a grid step holds."""
+
+    token_start: jax.Array
+    token_stop: jax.Array
+    offset: jax.Array  # from a token's index to its position
+    key_start: jax.Array
+    key_stop: jax.Array
+
+
+def paged_attention(
+    query: jax.Array,
+    pages: jax.Array,
+    *,
+    value_start: int,
+    value_dim: int,
+    layer: int | jax.Array,
+    page_table: jax.Array,
+    kv_lengths: jax.Array,
+    query_starts: jax.Array,
+    mask: Mask,
+    soft_cap: float | None,
+    scale: float | jax.Array,
+    tiles: PagedTiles,
+) -> jax.Array:
+    """Attention over the pages of one layer.
+
+    Args:
+      query: `[tokens, N, H]`.
+      pages: `[layers, P, K, L, lanes]`, as `PagedKVCache` holds them.
+      value_start: Lane at which a value starts.
+      value_dim: Hv.
+      layer: Layer to read.
+      page_table: `[sequences, M]` int32.
+      kv_lengths: `[sequences]` int32.
+      query_starts: `[sequences + 1]` int32.
+      mask: Causal, perhaps with a window.
+      soft_cap: Of the scores, or None.
+      scale: Factor on the scores.
+      tiles: Tile sizes.
+
+    Returns:
+      `[tokens, N, Hv]` in the query's dtype.
+    """
+    tokens, heads, head_dim = query.shape
+    num_pages, kv_heads, page_size, lanes = pages.shape[1:]
+    sequences, table_pages = page_table.shape
+    group = heads // kv_heads
+    key_lanes = tiles_lib.pad_to(head_dim, tiles_lib.LANES)
+    value_lanes = lanes - _value_base(value_start)
+    block_tokens = tiles.block_pages * page_size
+    steps = pl.cdiv(tokens, tiles.query_tokens)
+    rows = tiles.query_tokens * group
+
+    # Rows of a KV head beside each other, in base 2; lanes past H meet the value's as zeros.
+    factor = scale * LOG2_E if soft_cap is None else scale / soft_cap
+    rows_of_head = (query.astype(jnp.float32) * factor).astype(query.dtype)
+    rows_of_head = rows_of_head.reshape(tokens, kv_heads, group, head_dim).transpose(1, 0, 2, 3)
+    rows_of_head = jnp.pad(
+        rows_of_head,
+        ((0, 0), (0, steps * tiles.query_tokens - tokens), (0, 0), (0, key_lanes - head_dim)),
+    ).reshape(kv_heads, steps * rows, key_lanes)
+
+    step = jnp.arange(steps, dtype=jnp.int32)[:, None] * tiles.query_tokens
+    tables = _Tables(
+        page_table=jnp.clip(page_table, 0, num_pages - 1).reshape(-1),
+        kv_lengths=kv_lengths,
+        query_starts=query_starts,
+        first_sequence=jnp.sum(query_starts[1:] <= step, axis=1, dtype=jnp.int32),
+        stop_sequence=jnp.sum(
+            query_starts[:-1] < step + tiles.query_tokens, axis=1, dtype=jnp.int32
+        ),
+        layer=jnp.reshape(layer, (1,)).astype(jnp.int32),
+    )
+    output = pl.pallas_call(
+        functools.partial(
+            _kernel,
+            mask=mask,
+            soft_cap=soft_cap,
+            group=group,
+            value_base=_value_base(value_start),
+            tiles=tiles,
+            table_pages=table_pages,
+        ),
+        out_shape=jax.ShapeDtypeStruct(
+            (kv_heads, steps * rows, value_lanes),
+            query.dtype,
+            manual_axis_type=jax.typeof(query).manual_axis_type,
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(tables),
+            grid=(steps,),
+            in_specs=[
+                pl.BlockSpec((kv_heads, rows, key_lanes), lambda i, *_: (0, i, 0)),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=pl.BlockSpec((kv_heads, rows, value_lanes), lambda i, *_: (0, i, 0)),
+            scratch_shapes=[
+                _Scratch(
+                    pltpu.VMEM((BUFFERS, kv_heads, block_tokens, lanes), pages.dtype),
+                    pltpu.VMEM((kv_heads, rows, 1), jnp.float32),
+                    pltpu.VMEM((kv_heads, rows, 1), jnp.float32),
+                    pltpu.VMEM((kv_heads, rows, value_lanes), jnp.float32),
+                    pltpu.SemaphoreType.DMA((BUFFERS,)),
+                )
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",), vmem_limit_bytes=tiles_lib.vmem_limit_bytes()
+        ),
+        cost_estimate=paged_cost(query, pages, page_table, mask, value_dim),
+        name="paged_attention",
+    )(*tables, rows_of_head, pages)
+    first = value_start - _value_base(value_start)
+    output = output[..., first : first + value_dim]
+    output = output.reshape(kv_heads, -1, group, value_dim).transpose(1, 0, 2, 3)
+    return output[:tokens].reshape(tokens, heads, value_dim)
+
+
+def _value_base(value_start: int) -> int:
+    return value_start // tiles_lib.LANES * tiles_lib.LANES
+
+
+def _kernel(
+    *refs,
+    mask: Mask,
+    soft_cap: float | None,
+    group: int,
+    value_base: int,
+    tiles: PagedTiles,
+    table_pages: int,
+):
+    *tables, query_ref, pages_ref, output_ref, scratch = refs
+    tables = _Tables(*tables)
+    kv_heads, rows, key_lanes = query_ref.shape
+    page_size = pages_ref.shape[3]
+    block_tokens = tiles.block_pages * page_size
+    step = pl.program_id(0)
+    first_token = step * tiles.query_tokens
+    stop_sequence = tables.stop_sequence[step]
+
+    def part_of(sequence) -> _Part:
+        sequence = jnp.minimum(sequence, tables.kv_lengths.shape[0] - 1)
+        stop = tables.query_starts[sequence + 1]
+        token_start = jnp.maximum(tables.query_starts[sequence], first_token)
+        token_stop = jnp.minimum(stop, first_token + tiles.query_tokens)
+        offset = tables.kv_lengths[sequence] - stop
+        key_stop = jnp.minimum(token_stop + offset, table_pages * page_size)
+        key_start = 0
+        if mask.upper is not None:
+            key_start = jnp.maximum(token_start + offset - mask.upper, 0)
+        key_stop = jnp.where(token_start < token_stop, key_stop, key_start)
+        return _Part(token_start, token_stop, offset, key_start, key_stop)
+
+    def next_sequence(sequence) -> _Cursor:
+        """The first block of the first sequence from `sequence` on that has one."""
+
+        def has_none(sequence):
+            part = part_of(sequence)
+            return (sequence < stop_sequence) & (part.key_start >= part.key_stop)
+
+        sequence = jax.lax.while_loop(has_none, lambda sequence: sequence + 1, sequence)
+        return _Cursor(sequence, part_of(sequence).key_start // block_tokens)
+
+    def advance(cursor: _Cursor) -> _Cursor:
+        more = (cursor.block + 1) * block_tokens < part_of(cursor.sequence).key_stop
+        following = next_sequence(jnp.where(more, cursor.sequence, cursor.sequence + 1))
+        block = jnp.where(more, cursor.block + 1, following.block)
+        return _Cursor(following.sequence, block)
+
+    def for_each_copy(cursor: _Cursor, buffer, action):
+        """The pages of a block that its rows may see, each with all its heads."""
+        part = part_of(cursor.sequence)
+        first_page = cursor.block * tiles.block_pages
+        start = jnp.maximum(part.key_start // page_size - first_page, 0)
+        stop = jnp.minimum(pl.cdiv(part.key_stop, page_size) - first_page, tiles.block_pages)
+
+        @pl.loop(start, stop)
+        def _(i):
+            page = tables.page_table[cursor.sequence * table_pages + first_page + i]
+            place = pl.ds(pl.multiple_of(i * page_size, page_size), page_size)
+            action(
+                pltpu.make_async_copy(
+                    pages_ref.at[tables.layer[0], page],
+                    scratch.blocks.at[buffer, :, place],
+                    scratch.arrived.at[buffer],
+                )
+            )
+
+    def attend_rows(part: _Part, block, buffer, row_start, row_count: int):
+        """Lets one tile of rows see one block."""
+        row = row_start + jax.lax.broadcasted_iota(jnp.int32, (row_count, 1), 0)
+        token = first_token + row // group
+        is_own = (token >= part.token_start) & (token < part.token_stop)
+        key_index = block * block_tokens
+        first = jnp.maximum(first_token + row_start // group, part.token_start) + part.offset
+        last = first_token + (row_start + row_count - 1) // group
+        last = jnp.minimum(last, part.token_stop - 1) + part.offset
+        is_whole = first >= key_index + block_tokens - 1
+        if mask.upper is not None:
+            is_whole &= last - mask.upper <= key_index
+
+        def attend_head(head, is_cut: bool):
+            tile = (head, pl.ds(row_start, row_count))
+            value = scratch.blocks[buffer, head, :, value_base:]
+            scores = dot(query_ref[tile], scratch.blocks[buffer, head, :, :key_lanes], (1, 1), None)
+            if soft_cap is not None:
+                scores = soft_cap * LOG2_E * jnp.tanh(scores)
+            if is_cut:
+                # Zeros times a value that is not finite are a NaN score, which the mask can hide.
+                scores += dot(jnp.zeros((8, value.shape[1]), value.dtype), value, (1, 1), None)[:1]
+                key = key_index + jax.lax.broadcasted_iota(jnp.int32, (1, block_tokens), 1)
+                position = token + part.offset
+                visible = mask.visible(Tokens(position, position), Tokens(key, key))
+                scores = jnp.where(visible, scores, -jnp.inf)
+                value = finite(value)
+            maximum, total = scratch.maximum[tile], scratch.total[tile]
+            highest = jnp.maximum(maximum, jnp.max(scores, axis=1, keepdims=True))
+            shift = jnp.where(highest == -jnp.inf, 0.0, highest)
+            weights = jnp.exp2(scores - shift)
+            shrink = jnp.exp2(maximum - shift)
+            weighted = dot(weights.astype(value.dtype), value, (1, 0), None)
+            output = scratch.output[tile]
+            total_now = total * shrink + jnp.sum(weights, axis=1, keepdims=True)
+            scratch.maximum[tile] = jnp.where(is_own, highest, maximum)
+            scratch.total[tile] = jnp.where(is_own, total_now, total)
+            scratch.output[tile] = jnp.where(is_own, output * shrink + weighted, output)
+
+        for is_cut in (False, True):
+
+            @pl.when(is_whole != is_cut)
+            def _(is_cut=is_cut):
+                pl.loop(0, kv_heads)(lambda head: attend_head(head, is_cut))
+
+    def attend(cursor: _Cursor, buffer):
+        part = part_of(cursor.sequence)
+        row_start = (part.token_start - first_token) * group
+        row_stop = (part.token_stop - first_token) * group
+        large_rows = tiles.tile_tokens * group
+        are_few = row_stop - row_start <= MOST_SMALL_TILES * SMALL_ROWS
+
+        def attend_tiles(row_count: int):
+            @pl.loop(row_start // row_count, pl.cdiv(row_stop, row_count))
+            def _(i):
+                start = pl.multiple_of(i * row_count, ALIGNMENT)
+                attend_rows(part, cursor.block, buffer, start, row_count)
+
+        if large_rows <= SMALL_ROWS:
+            attend_tiles(large_rows)
+        else:
+            pl.when(are_few)(lambda: attend_tiles(SMALL_ROWS))
+            pl.when(jnp.logical_not(are_few))(lambda: attend_tiles(large_rows))
+
+    scratch.maximum[...] = jnp.full_like(scratch.maximum, -jnp.inf)
+    scratch.total[...] = jnp.zeros_like(scratch.total)
+    scratch.output[...] = jnp.zeros_like(scratch.output)
+
+    def fetch(cursor: _Cursor, count):
+        @pl.when(cursor.sequence < stop_sequence)
+        def _():
+            for_each_copy(cursor, count % BUFFERS, lambda copy: copy.start())
+
+        return advance(cursor)
+
+    def work(state):
+        cursor, ahead, count = state
+        ahead = fetch(ahead, count + BUFFERS - 1)
+        buffer = count % BUFFERS
+        for_each_copy(cursor, buffer, lambda copy: copy.wait())
+        attend(cursor, buffer)
+        return advance(cursor), ahead, count + 1
+
+    cursor = ahead = next_sequence(tables.first_sequence[step])
+    for count in range(BUFFERS - 1):
+        ahead = fetch(ahead, count)
+    jax.lax.while_loop(
+        lambda state: state[0].sequence < stop_sequence, work, (cursor, ahead, jnp.int32(0))
+    )
+    total = scratch.total[...]
+    inverse = jnp.where(total == 0, 0.0, 1.0 / total)
+    output_ref[...] = (scratch.output[...] * inverse).astype(output_ref.dtype)
+
+
+def paged_cost(query, pages, page_table, mask: Mask, value_dim: int) -> pl.CostEstimate:
+    """An upper bound: every sequence as long as its row of the page table."""
+    tokens, heads, head_dim = query.shape
+    sequences, table_pages = page_table.shape
+    page_size = pages.shape[3]
+    keys = table_pages * page_size
+    if mask.upper is not None:
+        keys = min(keys, mask.upper + 1)
+    page_bytes = pages.dtype.itemsize * pages[0, 0].size
+    return pl.CostEstimate(
+        flops=2 * tokens * heads * keys * (head_dim + value_dim),
+        transcendentals=tokens * heads * keys,
+        bytes_accessed=sequences * min(pl.cdiv(keys, page_size) + 1, table_pages) * page_bytes
+        + tokens * heads * (head_dim + value_dim) * query.dtype.itemsize,
+    )
