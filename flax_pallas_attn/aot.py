@@ -148,7 +148,11 @@ def compile_for_tpu(
         raise
     memory = compiled.memory_analysis()
     hlo_text = compiled.as_text()
-    kernels = re.findall(r'%([\w.-]+) = .* custom_call_target="tpu_custom_call"', hlo_text)
+    # op_name="jit(step)/transpose(jvp(flash))/pallas_call": the name is inside what transformed it.
+    kernels = re.findall(
+        r'custom_call_target="tpu_custom_call".*\bop_name="(?:[^"]*[/(])?([^"/()]+)\)*/[^"/]+"',
+        hlo_text,
+    )
     collectives = re.findall(
         r" (all-gather|all-reduce|all-to-all|collective-permute|ragged-all-to-all|reduce-scatter)"
         r"(?:-start)?\(",
@@ -164,7 +168,7 @@ def compile_for_tpu(
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        kernels=tuple(re.sub(r"\.\d+$", "", name) for name in kernels),
+        kernels=tuple(kernels),
         collectives=dict(collections.Counter(collectives)),
     )
 
