@@ -1,1 +1,1 @@
-"""Decoder-only transformers that exercise the library."""
+"""A decoder-only transformer that exercises flax_pallas_attn: model, sampling, generation."""

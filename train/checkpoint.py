@@ -1,0 +1,122 @@
+"""Checkpoints of a run, with orbax: written aside and renamed when complete."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from train.config import InputError
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; earlier ones are untouched."""
+
+
+class Checkpoints:
+    """The checkpoints in a directory, named by the number of steps done.
+
+    A checkpoint is written to a temporary directory, which is renamed when all of it is on disk;
+    only then are the oldest ones deleted. So whenever the process dies, or the disk is full, the
+    last complete checkpoint stays. What an interrupted write left behind is removed on opening.
+    """
+
+    def __init__(self, directory: Path, *, keep: int, asynchronous: bool):
+        """Opens a directory, which is created if need be.
+
+        Args:
+          directory: Of the checkpoints alone.
+          keep: How many of the latest to keep.
+          asynchronous: Whether `save` returns before everything is written.
+        """
+        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every phase of a write
+        self._directory = directory.absolute()
+        self._manager = ocp.CheckpointManager(
+            self._directory,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep,
+                cleanup_tmp_directories=True,
+                enable_async_checkpointing=asynchronous,
+            ),
+        )
+
+    def latest_step(self) -> int | None:
+        """Of the last complete checkpoint; None if there is none."""
+        return max(self._manager.all_steps(read=True), default=None)
+
+    def save(self, step: int, state: Any) -> None:
+        """Writes a checkpoint, after the one before is complete.
+
+        Args:
+          step: Steps done.
+          state: A tree of arrays; they may be donated as soon as this returns.
+
+        Raises:
+          CheckpointError: This one, or the one before, could not be written.
+        """
+        self._guard(lambda: self._manager.save(step, args=ocp.args.StandardSave(state)))
+
+    def wait(self) -> None:
+        """Returns when everything is written.
+
+        Raises:
+          CheckpointError: The last checkpoint could not be written.
+        """
+        self._guard(self._manager.wait_until_finished)
+
+    def restore(self, step: int, like: Any) -> Any:
+        """Reads a checkpoint.
+
+        Args:
+          step: Which.
+          like: A tree of arrays with the structure, shapes, dtypes and shardings to restore to.
+
+        Raises:
+          InputError: The checkpoint has other arrays; names the first few.
+        """
+        saved = _arrays_by_name(self._manager.item_metadata(step).tree)
+        expected = _arrays_by_name(like)
+        differences = [
+            f"{name}: {_describe(saved.get(name))} in the checkpoint, "
+            f"{_describe(expected.get(name))} in this run"
+            for name in sorted(saved.keys() | expected.keys())
+            if _describe(saved.get(name)) != _describe(expected.get(name))
+        ]
+        if differences:
+            shown = "\n  ".join(differences[:8])
+            raise InputError(
+                f"the checkpoint {self._directory / str(step)} is of another model or optimizer; "
+                f"arrays that differ: {len(differences)}\n  {shown}\n"
+                "Use the settings it was made with, or start another run with --name."
+            )
+        return self._manager.restore(step, args=ocp.args.StandardRestore(like))
+
+    def close(self) -> None:
+        """Waits for what is being written, and lets go of the directory."""
+        self._manager.close()
+
+    def _guard(self, write) -> None:
+        try:
+            write()
+        except Exception as error:  # orbax, tensorstore and the file system each have their own
+            step = self.latest_step()
+            kept = "no complete checkpoint yet" if step is None else f"step {step} is complete"
+            raise CheckpointError(
+                f"a checkpoint could not be written to {self._directory}: {_first_line(error)}\n"
+                f"Nothing that was there is lost ({kept}). Make room, or mend the cause, and run "
+                "the same command again to continue from there."
+            ) from error
+
+
+def _arrays_by_name(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def _describe(array: Any) -> str:
+    return "absent" if array is None else f"{array.dtype}{list(array.shape)}"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

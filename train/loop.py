@@ -1,0 +1,253 @@
+"""A run from its first step, or its last checkpoint, to its sample."""
+
+import codecs
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import rich.console
+from flax import nnx
+from jax.sharding import Mesh
+
+from models.generate import stream
+from models.gpt import GPT
+from train.checkpoint import Checkpoints
+from train.config import InputError, TrainConfig
+from train.data import check_length, read_text, training_batch, validation_batches
+from train.mesh import by_row, data_mesh, replicated
+from train.metrics import MetricsFile, Progress, plot_loss
+from train.step import (
+    EvaluationStep,
+    create_state,
+    make_evaluation_step,
+    make_optimizer,
+    make_train_step,
+)
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM asked the run to stop; a checkpoint was written.
+
+    Attributes:
+      signal_number: Of the signal.
+    """
+
+    def __init__(self, signal_number: int):
+        super().__init__(signal_number)
+        self.signal_number = signal_number
+
+
+def train(config: TrainConfig, console: rich.console.Console) -> None:
+    """Trains until `config.steps`, from the last checkpoint if there is one.
+
+    Args:
+      config: Of the run.
+      console: Where to report.
+
+    Raises:
+      InputError: The settings do not fit the text, the devices, or what the run began with.
+      CheckpointError: A checkpoint could not be written.
+      Interrupted: A signal came; the same call continues the run.
+    """
+    training_text, validation_text = read_text(config.data)
+    check_length(training_text, config.row_tokens, "training")
+    check_length(validation_text, 1, "validation")
+    mesh = data_mesh(config.batch_size)
+    directory = config.run_directory
+    open_run(config)
+
+    checkpoints = Checkpoints(
+        directory / "checkpoints",
+        keep=config.checkpoint.keep,
+        asynchronous=config.checkpoint.asynchronous,
+    )
+    start_step = checkpoints.latest_step() or 0
+    if start_step >= config.steps:
+        console.print(
+            f"{directory} is finished: all {config.steps} steps are done. To start another run, "
+            f"name it with --name, or delete {directory}."
+        )
+        return
+
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    graphdef, state = create_state(GPT(config.model, rngs=nnx.Rngs(config.seed)), optimizer)
+    state = jax.device_put(state, replicated(mesh))
+    if start_step:
+        state = checkpoints.restore(start_step, state)
+        console.print(f"{directory} goes on after step {start_step}.")
+    train_step = make_train_step(graphdef, optimizer, config.seed)
+    evaluation_step = make_evaluation_step(graphdef)
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.parameters))
+    console.print(
+        f"{num_parameters:,} parameters, {len(training_text):,} bytes to train on, "
+        f"{len(validation_text):,} to validate on, {mesh.size} device(s)"
+    )
+
+    metrics = MetricsFile(directory / "metrics.jsonl", resume_step=start_step)
+    progress = Progress(console, start_step=start_step, steps=config.steps)
+    clock = TokenClock()
+    with jax.set_mesh(mesh), StopSignals() as signals, progress:
+        for step in range(start_step + 1, config.steps + 1):
+            batch = training_batch(
+                training_text,
+                seed=config.seed,
+                step=step,
+                batch_size=config.batch_size,
+                row_tokens=config.row_tokens,
+            )
+            state, step_metrics = train_step(state, jax.device_put(batch, by_row(mesh)), step)
+            if step == start_step + 1:
+                jax.block_until_ready(state)
+                clock.restart()  # compiling is no part of the speed
+            else:
+                clock.count(batch.inputs.size)
+
+            is_last = step == config.steps
+            evaluates = is_last or step % config.evaluation.every_steps == 0
+            if evaluates or step % config.log_every_steps == 0:
+                record = {
+                    "step": step,
+                    "loss": float(step_metrics.loss),  # waits for the step
+                    "grad_norm": float(step_metrics.grad_norm),
+                    "tokens_per_s": clock.tokens_per_s(),
+                }
+                if evaluates:
+                    max_tokens = None if is_last else config.evaluation.tokens
+                    record["val_loss"] = validation_loss(
+                        config, evaluation_step, state.parameters, validation_text, max_tokens, mesh
+                    )
+                metrics.append(record)
+                progress.update(record)
+                if evaluates:
+                    plot_loss(metrics.read(), directory / "loss.png", title=config.name)
+                clock.restart()
+            if is_last or signals.received or step % config.checkpoint.every_steps == 0:
+                checkpoints.save(step, state)
+            if signals.received:
+                break
+    checkpoints.close()
+    if signals.received:
+        console.print(f"Stopped after step {step}; the same command continues from there.")
+        raise Interrupted(signals.received)
+    parameters = jax.device_put(state.parameters, jax.local_devices()[0])
+    print_sample(config, nnx.merge(graphdef, parameters), console)
+
+
+def open_run(config: TrainConfig) -> None:
+    """Writes the settings of a new run; compares them with what an old one began with.
+
+    Raises:
+      InputError: They differ; names the first few that do.
+    """
+    file = config.run_directory / "config.json"
+    now = config.to_json()
+    if not file.exists():
+        config.run_directory.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(now, indent=2) + "\n")
+        os.replace(partial, file)
+        return
+    now, then = dict(_flat(now)), dict(_flat(json.loads(file.read_text())))
+    differences = [
+        f"{name}: {then.get(name, 'absent')} then, {now.get(name, 'absent')} now"
+        for name in now | then
+        if now.get(name) != then.get(name) and name not in ("name", "runs_directory")
+    ]
+    if differences:
+        shown = "\n  ".join(differences[:8])
+        raise InputError(
+            f"{config.run_directory} was begun with other settings:\n  {shown}\n"
+            "Continue it with those, or start another run with --name."
+        )
+
+
+def validation_loss(
+    config: TrainConfig,
+    evaluation_step: EvaluationStep,
+    parameters: Any,
+    text: np.ndarray,
+    max_tokens: int | None,
+    mesh: Mesh,
+) -> float:
+    """Mean loss in nats per token; at most `max_tokens` are looked at, None for all."""
+    batches = validation_batches(
+        text,
+        batch_size=config.batch_size,
+        row_tokens=config.row_tokens,
+        max_tokens=max_tokens,
+    )
+    sums = [evaluation_step(parameters, jax.device_put(batch, by_row(mesh))) for batch in batches]
+    total, count = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+    return float(total / count)
+
+
+def print_sample(config: TrainConfig, model: GPT, console: rich.console.Console) -> None:
+    """Continues the sample's prompt, decoding through the paged cache, and shows it as it comes."""
+    console.rule("sample")
+    console.print(config.sample.prompt, end="", markup=False, highlight=False)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for [token] in stream(
+        model,
+        [config.sample.prompt.encode()],
+        max_new_tokens=config.sample.new_tokens,
+        sampling=config.sample.sampling(),
+        seed=config.seed,
+    ):
+        console.out(decoder.decode(bytes([token])), end="", highlight=False)
+    console.print()
+
+
+class TokenClock:
+    """Tokens per second since the last restart."""
+
+    def __init__(self):
+        self.restart()
+
+    def restart(self) -> None:
+        """Counts from here."""
+        self._tokens = 0
+        self._start = time.monotonic()
+
+    def count(self, tokens: int) -> None:
+        """Adds tokens."""
+        self._tokens += tokens
+
+    def tokens_per_s(self) -> float:
+        """So far."""
+        return self._tokens / (time.monotonic() - self._start)
+
+
+class StopSignals:
+    """While in use, notes SIGINT or SIGTERM instead of dying of it; a second one is obeyed."""
+
+    def __init__(self):
+        self.received = 0
+        """The number of the signal that came; 0 for none."""
+        self._previous = {}
+
+    def __enter__(self) -> "StopSignals":
+        self._previous = {
+            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _) -> None:
+        self.received = number
+        signal.signal(number, self._previous[number])
+
+
+def _flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,150 @@
+"""What a run reports: metrics.jsonl, the loss curve, and progress on the terminal."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import rich.console
+import rich.progress
+
+
+class MetricsFile:
+    """A file with one JSON object a line; `step` rises from line to line."""
+
+    def __init__(self, path: Path, *, resume_step: int):
+        """Opens the file to append, and drops what is later than a step or cut off.
+
+        Args:
+          path: Of the file.
+          resume_step: Lines after this step will be written again.
+        """
+        self._path = path
+        kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        os.replace(partial, path)
+
+    def append(self, record: dict) -> None:
+        """Adds a line."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def read(self) -> list[dict]:
+        """All records so far."""
+        return read_metrics(self._path)
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The records of a metrics file; none if there is no file.
+
+    A last line that was cut off, as by a kill in the middle of a write, is left out.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class Progress:
+    """A live bar on a terminal; plain lines elsewhere."""
+
+    def __init__(self, console: rich.console.Console, *, start_step: int, steps: int):
+        """Prepares; the display lasts as long as the `with` block.
+
+        Args:
+          console: Where to.
+          start_step: Steps done before.
+          steps: Of the whole run.
+        """
+        self._console = console
+        self._start_step = start_step
+        self._steps = steps
+        self._start_time = time.monotonic()
+        self._validation_loss: float | None = None
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
+            rich.progress.BarColumn(bar_width=None),
+            rich.progress.TextColumn("{task.fields[losses]}"),
+            rich.progress.TextColumn("{task.fields[speed]}"),
+            rich.progress.TextColumn("{task.fields[left]}"),
+            console=console,
+            disable=not console.is_terminal,
+            expand=True,
+        )
+        self._task = self._bar.add_task(
+            "", total=steps, completed=start_step, losses="compiling", speed="", left=""
+        )
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bar.stop()
+
+    def update(self, record: dict) -> None:
+        """Shows a record of the metrics file."""
+        step = record["step"]
+        self._validation_loss = record.get("val_loss", self._validation_loss)
+        losses = f"loss {record['loss']:.3f}"
+        if self._validation_loss is not None:
+            losses += f"  validation {self._validation_loss:.3f}"
+        speed = f"{record['tokens_per_s']:,.0f} tokens/s"
+        elapsed = time.monotonic() - self._start_time
+        left = f"{_minutes(elapsed / (step - self._start_step) * (self._steps - step))} left"
+        self._bar.update(self._task, completed=step, losses=losses, speed=speed, left=left)
+        if not self._console.is_terminal:
+            self._console.print(f"step {step}/{self._steps}  {losses}  {speed}  {left}")
+
+
+def plot_loss(records: list[dict], path: Path, title: str) -> None:
+    """Draws training and validation loss over steps as a PNG.
+
+    Args:
+      records: Of the metrics file, at least one.
+      path: Of the picture.
+      title: Above it.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    steps = [record["step"] for record in records]
+    losses = [record["loss"] for record in records]
+    validation = [(r["step"], r["val_loss"]) for r in records if "val_loss" in r]
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
+    axes.plot(steps, _smooth(losses), color="tab:blue", linewidth=1.8, label="training, smoothed")
+    if validation:
+        axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", label="validation")
+        step, loss = validation[-1]
+        axes.annotate(
+            f"{loss:.3f}",
+            (step, loss),
+            xytext=(0, 10),
+            textcoords="offset points",
+            ha="right",
+            color="tab:orange",
+        )
+    axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _smooth(values: list[float], memory: float = 0.9) -> list[float]:
+    """Exponential mean, corrected for its start as Adam's moments are."""
+    mean, smoothed = 0.0, []
+    for count, value in enumerate(values, 1):
+        mean = memory * mean + (1 - memory) * value
+        smoothed.append(mean / (1 - memory**count))
+    return smoothed
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
