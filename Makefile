@@ -7,7 +7,7 @@ PYTEST = python -m pytest -n logical --maxprocesses 8
 help:
 	@echo "make train      train the tiny GPT on the bundled novels; a second time it continues"
 	@echo "make test       the tests"
-	@echo "make test-all   the long tests too, then all but those with the lowest supported versions"
+	@echo "make test-all   the long tests too, then the tests with the lowest supported versions"
 	@echo "make lint       ruff: lint and format"
 	@echo "make typecheck  pyright"
 	@echo "make lock       resolve the pinned versions anew from pyproject.toml"
@@ -42,7 +42,7 @@ typecheck: .venv/installed
 
 .venv/installed: requirements.txt
 	@python=$$(sh scripts/find_python.sh) && \
-	echo "Setting up .venv with $$("$$python" --version): some minutes, about 1 GB" && \
+	echo "Setting up .venv with $$("$$python" --version): some minutes, 1.7 GB on disk" && \
 	"$$python" -m venv .venv
 	@.venv/bin/python -m pip install --quiet --requirement requirements.txt
 	@.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .

@@ -1,5 +1,7 @@
 """The repository itself: what is in the wheel, what is pinned, what a tracked file may say."""
 
+import doctest
+import importlib
 import os
 import re
 import subprocess
@@ -23,6 +25,14 @@ def pins(file: str) -> dict[str, str]:
     return {line[1]: line[2] for line in lines}
 
 
+def modules_with_examples() -> list[str]:
+    return [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sorted((ROOT / "flax_pallas_attn").rglob("*.py"))
+        if ">>> " in path.read_text()
+    ]
+
+
 def tracked_text() -> dict[str, str]:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
@@ -41,7 +51,6 @@ def test_wheel_holds_the_library_alone(tmp_path):
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
         cwd=ROOT,
-        capture_output=True,
         check=True,
     )
     (wheel,) = tmp_path.iterdir()
@@ -49,6 +58,19 @@ def test_wheel_holds_the_library_alone(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"flax_pallas_attn"}
     assert {"flax_pallas_attn/py.typed", "flax_pallas_attn/aot.py"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(name, marks=pytest.mark.tpu_compile if name.endswith(".aot") else ())
+        for name in modules_with_examples()
+    ],
+)
+def test_examples_in_docstrings(module):
+    results = doctest.testmod(importlib.import_module(module))
+    assert results.attempted > 0
+    assert results.failed == 0
 
 
 def test_library_needs_jax_and_flax_alone():
@@ -61,7 +83,7 @@ def test_library_needs_jax_and_flax_alone():
         "print(*sorted(new - set(sys.stdlib_module_names)))\n"
     )
     imported = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
     ).stdout.split()
     assert set(imported) <= {"flax", "flax_pallas_attn", "jax", "jaxlib"}
 
