@@ -21,7 +21,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flax_pallas_attn.kernels import tiles as tiles_lib
 from flax_pallas_attn.kernels.online_softmax import LOG2_E, dot, finite
-from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask, Tokens
 
 ALIGNMENT = 16  # rows and tokens: what both bfloat16 and float32 tiles divide
@@ -29,13 +28,8 @@ BUFFERS = 2  # blocks of pages in VMEM: one is used while the next arrives
 SMALL_ROWS = 16  # of the tile for a few rows
 MOST_SMALL_TILES = 4  # a sequence of more rows goes through large tiles
 LARGE_ROWS = 256  # of the tile for many rows
-QUERY_ROWS = 1024  # most rows of a KV head in a grid step
+MOST_LARGE_TILES = 4  # in a grid step
 BLOCK_BYTES = 1 << 20  # of a block of pages: long enough a copy to hide its latency
-MOST_TABLE_PAGES = 200_000  # entries of a page table in scalar memory, of 1 MiB in all
-
-
-def _aligned(size: int) -> int:
-    return max(size // ALIGNMENT, 1) * ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,21 +55,18 @@ def default_tiles(query: jax.Array, pages: jax.Array, page_table: jax.Array) -> 
     """
     tokens, heads, _ = query.shape
     kv_heads, page_size, lanes = pages.shape[2:]
-    group = heads // kv_heads
-    block_tokens = BLOCK_BYTES // (kv_heads * lanes * pages.dtype.itemsize)
-    block_pages = min(max(128, block_tokens), 512) // page_size
-    block_pages = max(1, min(block_pages, page_table.shape[1]))
-    tile_tokens = min(tiles_lib.pad_to(tokens, ALIGNMENT), _aligned(LARGE_ROWS // group))
-    most = min(pl.cdiv(tokens, tile_tokens), QUERY_ROWS // LARGE_ROWS)
     limit = tiles_lib.vmem_limit_bytes()
-    smaller = [
-        (most // 2**halvings * tile_tokens, tile_tokens) for halvings in range(most.bit_length())
-    ]
-    smaller += [(ALIGNMENT, ALIGNMENT)]
-    for pages_now in (block_pages, 1):
-        for query_tokens, tile_tokens in smaller:
+    block_tokens = BLOCK_BYTES // (kv_heads * lanes * pages.dtype.itemsize)
+    block_pages = min(max(block_tokens, 128), 512) // page_size
+    block_pages = min(max(block_pages, 1), page_table.shape[1])
+    tile = LARGE_ROWS // (heads // kv_heads) // ALIGNMENT * ALIGNMENT
+    tile = min(max(tile, ALIGNMENT), tiles_lib.pad_to(tokens, ALIGNMENT))
+    most_tiles = min(pl.cdiv(tokens, tile), MOST_LARGE_TILES)
+    sizes = [(count * tile, tile) for count in range(most_tiles, 0, -1)] + [(ALIGNMENT, ALIGNMENT)]
+    for block in (block_pages, 1):
+        for query_tokens, tile_tokens in sizes:
             tiles = PagedTiles(
-                query_tokens=query_tokens, tile_tokens=tile_tokens, block_pages=pages_now
+                query_tokens=query_tokens, tile_tokens=tile_tokens, block_pages=block
             )
             if vmem_bytes(tiles, query, pages) <= limit:
                 return tiles
@@ -97,21 +88,6 @@ def vmem_bytes(tiles: PagedTiles, query: jax.Array, pages: jax.Array) -> int:
     scores = max(tiles.tile_tokens * group, SMALL_ROWS) * tiles_lib.pad_to(block_tokens, 128)
     blocks = BUFFERS * kv_heads * block_tokens * lanes * itemsize
     return blocks + rows * row_bytes + 4 * (4 * scores + 2 * block_tokens * lanes)
-
-
-def unsupported(query, pages, page_table, logits: Logits) -> list[str]:
-    """Why the kernel cannot take these arguments; empty where it can."""
-    page_size, table_pages = pages.shape[3], page_table.size
-    reasons = [f"{name} is not supported" for name in logits.used if name != "logits_soft_cap"]
-    if pages.dtype not in (jnp.bfloat16, jnp.float32):
-        reasons.append(f"dtype {pages.dtype} is not bfloat16 or float32")
-    if page_size % 8:
-        reasons.append(f"page_size={page_size} is not a multiple of 8")
-    if table_pages > MOST_TABLE_PAGES:
-        reasons.append(
-            f"page_table has {table_pages} entries, and scalar memory holds {MOST_TABLE_PAGES}"
-        )
-    return reasons
 
 
 class _Tables(NamedTuple):
@@ -144,11 +120,11 @@ class _Part(NamedTuple):
     token_start: jax.Array
     token_stop: jax.Array
     offset: jax.Array  # from a token's index to its position
-    key_start: jax.Array
+    key_start: jax.Array | int
     key_stop: jax.Array
 
 
-def paged_attention(
+def attend(
     query: jax.Array,
     pages: jax.Array,
     *,
@@ -161,7 +137,7 @@ def paged_attention(
     mask: Mask,
     soft_cap: float | None,
     scale: float | jax.Array,
-    tiles: PagedTiles,
+    tiles: PagedTiles | None = None,
 ) -> jax.Array:
     """Attention over the pages of one layer.
 
@@ -177,14 +153,15 @@ def paged_attention(
       mask: Causal, perhaps with a window.
       soft_cap: Of the scores, or None.
       scale: Factor on the scores.
-      tiles: Tile sizes.
+      tiles: Tile sizes; None for `default_tiles`.
 
     Returns:
       `[tokens, N, Hv]` in the query's dtype.
     """
+    tiles = tiles or default_tiles(query, pages, page_table)
     tokens, heads, head_dim = query.shape
     num_pages, kv_heads, page_size, lanes = pages.shape[1:]
-    sequences, table_pages = page_table.shape
+    table_pages = page_table.shape[1]
     group = heads // kv_heads
     key_lanes = tiles_lib.pad_to(head_dim, tiles_lib.LANES)
     value_lanes = lanes - _value_base(value_start)
@@ -210,7 +187,7 @@ def paged_attention(
         stop_sequence=jnp.sum(
             query_starts[:-1] < step + tiles.query_tokens, axis=1, dtype=jnp.int32
         ),
-        layer=jnp.reshape(layer, (1,)).astype(jnp.int32),
+        layer=jnp.clip(jnp.reshape(layer, (1,)), 0, pages.shape[0] - 1).astype(jnp.int32),
     )
     output = pl.pallas_call(
         functools.partial(
@@ -248,7 +225,7 @@ def paged_attention(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=tiles_lib.vmem_limit_bytes()
         ),
-        cost_estimate=paged_cost(query, pages, page_table, mask, value_dim),
+        cost_estimate=cost(query, pages, page_table, mask, value_dim),
         name="paged_attention",
     )(*tables, rows_of_head, pages)
     first = value_start - _value_base(value_start)
@@ -270,9 +247,9 @@ def _kernel(
     tiles: PagedTiles,
     table_pages: int,
 ):
-    *tables, query_ref, pages_ref, output_ref, scratch = refs
-    tables = _Tables(*tables)
-    kv_heads, rows, key_lanes = query_ref.shape
+    *table_refs, query_ref, pages_ref, output_ref, scratch = refs
+    tables = _Tables(*table_refs)
+    kv_heads, _, key_lanes = query_ref.shape
     page_size = pages_ref.shape[3]
     block_tokens = tiles.block_pages * page_size
     step = pl.program_id(0)
@@ -352,6 +329,7 @@ def _kernel(
                 key = key_index + jax.lax.broadcasted_iota(jnp.int32, (1, block_tokens), 1)
                 position = token + part.offset
                 visible = mask.visible(Tokens(position, position), Tokens(key, key))
+                assert visible is not None, "the mask is causal"
                 scores = jnp.where(visible, scores, -jnp.inf)
                 value = finite(value)
             maximum, total = scratch.maximum[tile], scratch.total[tile]
@@ -372,7 +350,7 @@ def _kernel(
             def _(is_cut=is_cut):
                 pl.loop(0, kv_heads)(lambda head: attend_head(head, is_cut))
 
-    def attend(cursor: _Cursor, buffer):
+    def attend_block(cursor: _Cursor, buffer):
         part = part_of(cursor.sequence)
         row_start = (part.token_start - first_token) * group
         row_stop = (part.token_stop - first_token) * group
@@ -407,7 +385,7 @@ def _kernel(
         ahead = fetch(ahead, count + BUFFERS - 1)
         buffer = count % BUFFERS
         for_each_copy(cursor, buffer, lambda copy: copy.wait())
-        attend(cursor, buffer)
+        attend_block(cursor, buffer)
         return advance(cursor), ahead, count + 1
 
     cursor = ahead = next_sequence(tables.first_sequence[step])
@@ -421,7 +399,7 @@ def _kernel(
     output_ref[...] = (scratch.output[...] * inverse).astype(output_ref.dtype)
 
 
-def paged_cost(query, pages, page_table, mask: Mask, value_dim: int) -> pl.CostEstimate:
+def cost(query, pages, page_table, mask: Mask, value_dim: int) -> pl.CostEstimate:
     """An upper bound: every sequence as long as its row of the page table."""
     tokens, heads, head_dim = query.shape
     sequences, table_pages = page_table.shape

@@ -1,16 +1,23 @@
 """Attention of ragged queries over a paged cache: check, choose an implementation, call it."""
 
 import functools
+import warnings
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
+from flax_pallas_attn.kernels import paged as kernel
+from flax_pallas_attn.kernels.tiles import tpu_kind
 from flax_pallas_attn.logits import Alibi, Logits
 from flax_pallas_attn.masking import Mask
 from flax_pallas_attn.paged import gather
 from flax_pallas_attn.paged.cache import PagedKVCache, token_places
+
+MOST_TABLE_ENTRIES = 200_000  # that the kernel keeps in a TPU's scalar memory, 1 MiB in all
 
 Implementation = Literal["pallas", "xla", "reference"]
 
@@ -113,20 +120,84 @@ def paged_attention(
     if key is not None and value is not None:
         cache = cache.write(key, value, layer=layer, **tables)
 
-    attend = _IMPLEMENTATIONS.get(implementation or "xla")
-    if attend is None:
-        raise ValueError(
-            f"implementation={implementation!r} must be one of {', '.join(_IMPLEMENTATIONS)}."
-        )
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    output = attend(query, cache, mask=mask, logits=logits, scale=scale, layer=layer, **tables)
-    sequence, position = token_places(query.shape[0], kv_lengths, query_starts)
-    lost = cache.overflows(page_table, kv_lengths)[sequence] & (position >= 0)
-    return jnp.where(lost[:, None, None], jnp.nan, output), cache
+    output = _attend(
+        query,
+        cache,
+        mask=mask,
+        logits=logits,
+        scale=scale,
+        layer=layer,
+        **tables,
+        implementation=implementation,
+    )
+    return output, cache
 
 
-_IMPLEMENTATIONS = {"xla": gather.attend_blockwise, "reference": gather.attend}
+@functools.partial(jax.jit, static_argnames="implementation")
+def _attend(query, cache, *, implementation, **arguments) -> jax.Array:
+    """Calls an implementation. Under a `jit` of its own, so that outside one it compiles once."""
+    output = _choose(implementation)(query, cache, **arguments)
+    kv_lengths = arguments["kv_lengths"]
+    sequence, position = token_places(query.shape[0], kv_lengths, arguments["query_starts"])
+    overflows = cache.overflows(arguments["page_table"], kv_lengths)
+    is_lost = overflows[sequence] & (position >= 0)
+    return jnp.where(is_lost[:, None, None], jnp.nan, output)
+
+
+def _choose(implementation: Implementation | None) -> Callable[..., jax.Array]:
+    implementations = {
+        None: _by_platform,
+        "pallas": _kernel,
+        "xla": gather.attend_blockwise,
+        "reference": gather.attend,
+    }
+    if implementation not in implementations:
+        names = ", ".join(repr(name) for name in implementations)
+        raise ValueError(f"implementation={implementation!r} must be one of {names}.")
+    return implementations[implementation]
+
+
+def _by_platform(query, cache, **arguments) -> jax.Array:
+    xla = functools.partial(gather.attend_blockwise, **arguments)
+    try:
+        return jax.lax.platform_dependent(
+            query, cache, tpu=functools.partial(_kernel, **arguments), default=xla
+        )
+    except NotImplementedError as reason:
+        if tpu_kind() is not None:
+            warnings.warn(f"paged_attention takes the slower XLA form: {reason}", stacklevel=2)
+        return xla(query, cache)
+
+
+def _kernel(query, cache, *, page_table, logits, **arguments) -> jax.Array:
+    reasons = [f"{name} is not supported" for name in logits.used if name != "logits_soft_cap"]
+    if cache.dtype not in (jnp.bfloat16, jnp.float32):
+        reasons.append(f"dtype {cache.dtype} is not bfloat16 or float32")
+    if cache.page_size % 8:
+        reasons.append(f"page_size={cache.page_size} is not a multiple of 8")
+    if page_table.size > MOST_TABLE_ENTRIES:
+        reasons.append(f"page_table has more than {MOST_TABLE_ENTRIES} entries: {page_table.size}")
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    unplaced = [name for name, size, kind in axes if size > 1 and kind != AxisType.Manual]
+    if unplaced:
+        reasons.append(f"the mesh axes {unplaced} are not placed by jax.shard_map")
+    if reasons:
+        raise NotImplementedError(
+            f"the Pallas kernel cannot take this call: {'; '.join(reasons)}. Change that, or use "
+            'implementation="xla".'
+        )
+    return kernel.attend(
+        query,
+        cache.pages,
+        value_start=cache.value_start,
+        value_dim=cache.value_head_dim,
+        page_table=page_table,
+        soft_cap=logits.soft_cap,
+        **arguments,
+    )
 
 
 def _window_left(local_window_size: int | tuple[int, int] | None) -> int | None:
@@ -159,7 +230,8 @@ def _check_shapes(query, cache, key, value, page_table, kv_lengths, query_starts
     tokens, heads, head_dim = query.shape
     if head_dim != cache.head_dim:
         raise ValueError(
-            f"query has head size {head_dim} and the cache's keys {cache.head_dim}; they must be equal."
+            f"query has head size {head_dim} and the cache's keys {cache.head_dim}; they must be "
+            "equal."
         )
     if heads % cache.num_kv_heads:
         raise ValueError(
@@ -204,13 +276,14 @@ def _check_values(tokens, cache, layer, page_table, kv_lengths, query_starts) ->
     """Checks what is known: everything outside jit, nothing inside."""
     if _is_known(layer) and not 0 <= layer < cache.num_layers:
         raise ValueError(f"layer={layer} is not one of the cache's {cache.num_layers} layers.")
-    if _is_known(query_starts):
-        starts = np.asarray(query_starts)
-        if starts[0] < 0 or (np.diff(starts) < 0).any() or starts[-1] > tokens:
-            raise ValueError(
-                f"query_starts={starts.tolist()} must rise from 0 and end at or before the number "
-                f"of query tokens, {tokens}."
-            )
+    starts = np.asarray(query_starts) if _is_known(query_starts) else None
+    if starts is not None and (
+        starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > tokens
+    ):
+        raise ValueError(
+            f"query_starts={starts.tolist()} must start at 0, never fall, and end at or before the "
+            f"number of query tokens, {tokens}."
+        )
     if not _is_known(kv_lengths):
         return
     lengths = np.asarray(kv_lengths)
@@ -218,11 +291,11 @@ def _check_values(tokens, cache, layer, page_table, kv_lengths, query_starts) ->
     if lengths.max(initial=0) > capacity:
         sequence = int(lengths.argmax())
         raise ValueError(
-            f"kv_lengths[{sequence}]={lengths[sequence]} is beyond what a row of page_table holds: "
-            f"{page_table.shape[1]} pages of {cache.page_size} tokens = {capacity}. Widen page_table "
-            "and allocate pages for it, or stop the sequence."
+            f"kv_lengths[{sequence}]={lengths[sequence]} is beyond what a row of page_table holds, "
+            f"{page_table.shape[1]} pages of {cache.page_size} tokens = {capacity}. Widen "
+            "page_table and allocate pages for it, or stop the sequence."
         )
-    if _is_known(query_starts):
+    if starts is not None:
         short = np.flatnonzero(lengths < np.diff(starts))
         if short.size:
             sequence = int(short[0])

@@ -160,8 +160,8 @@ class PagedKVCache:
             expected = (tokens, self.num_kv_heads, size)
             if array.shape != expected:
                 raise ValueError(
-                    f"{name} has shape {array.shape}; expected [tokens, K, head size] = {expected}, "
-                    "as the cache was created."
+                    f"{name} has shape {array.shape}; expected [tokens, K, head size] = "
+                    f"{expected}, as the cache was created."
                 )
             if array.dtype != self.dtype:
                 raise ValueError(
@@ -183,9 +183,10 @@ class PagedKVCache:
             ],
             axis=-1,
         )
-        pages = self.pages.at[layer, page, :, position % self.page_size].set(
-            rows, mode="drop", unique_indices=True
-        )
+        # An index for each head too: of larger pieces XLA copies the whole cache to lay them out.
+        head = jnp.arange(self.num_kv_heads)
+        place = (layer, page[:, None], head, position[:, None] % self.page_size)
+        pages = self.pages.at[place].set(rows, mode="drop", unique_indices=True)
         return dataclasses.replace(self, pages=pages)
 
     def read(self, layer: int | jax.Array, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]:

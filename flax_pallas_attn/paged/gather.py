@@ -101,7 +101,9 @@ def attend_blockwise(
         scores = jnp.where(bad, jnp.nan, scores)
         # Keys past a sequence's end stand after all its queries, so causality hides them; padding
         # stands at -1 and sees nothing.
-        scores = jnp.where(mask.visible(query_tokens, key_tokens), scores, -jnp.inf)
+        visible = mask.visible(query_tokens, key_tokens)
+        assert visible is not None, "the mask is causal"
+        scores = jnp.where(visible, scores, -jnp.inf)
 
         new_greatest = jnp.maximum(greatest, scores.max(-1, keepdims=True))
         shift = jnp.where(new_greatest == -jnp.inf, 0, new_greatest)
