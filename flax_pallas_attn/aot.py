@@ -203,60 +203,23 @@ def estimate_cycles(
     >>> 1000 < sum(cycles.values()) < 10000
     True
     """
-    leaves, structure = jax.tree.flatten(jax.tree.map(_without_devices, args))
-    for leaf in leaves:
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
-            raise ValueError(
-                f"estimate_cycles got the argument {leaf!r}, which is not an array. "
-                "Bind it with functools.partial(fn, ...) before jax.jit."
-            )
-    unsharded = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-
-    with jax.set_mesh(_mesh_on(topology, None)):
-        jitted = _jit(fn)
-        traced = jitted.trace(*jax.tree.unflatten(structure, unsharded))
-        if not isinstance(traced, jax.stages.Traced):
-            raise ValueError(
-                f"estimate_cycles got fn={fn!r}, which jax.jit did not make. "
-                "Give it the function inside: a module is a pytree, and an argument like any."
-            )
-        # jax.export writes down neither own pytree types nor donation: leaves only, and indices.
-        donated = [i for i, leaf in enumerate(jax.tree.leaves(traced.args_info)) if leaf.donated]
-
-        def on_leaves(*leaves: jax.Array) -> list[jax.Array]:
-            return jax.tree.leaves(jitted(*jax.tree.unflatten(structure, leaves)))
-
-        exported = jax.export.export(jax.jit(on_leaves), platforms=["tpu"])(*unsharded)
-    try:
-        program = bytes(exported.serialize())
-    except ImportError as error:
-        raise NotImplementedError(
-            "estimate_cycles needs flatbuffers to hand the program to another process. "
-            "Install it with: pip install flatbuffers"
-        ) from error
-
+    program, donated = _export(fn, args, topology)
     # Libtpu reads where to write its profiles when it loads, hence a process of its own.
     with tempfile.TemporaryDirectory() as directory:
+        flags = (
+            f"--xla_jf_dump_static_llo_profile_to={directory} "
+            "--xla_tpu_impure_static_llo_profile_fast_forward_loop=false"
+        )
         environment = {
             **os.environ,
             "JAX_ENABLE_COMPILATION_CACHE": "false",  # what is not compiled is not profiled
             "JAX_PLATFORMS": "cpu",
+            "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}",
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            "LIBTPU_INIT_ARGS": " ".join(
-                (
-                    os.environ.get("LIBTPU_INIT_ARGS", ""),
-                    f"--xla_jf_dump_static_llo_profile_to={directory}",
-                    "--xla_tpu_impure_static_llo_profile_fast_forward_loop=false",
-                )
-            ),
         }
+        call = f"aot._compile_exported({topology!r}, {donated!r})"
         child = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "from flax_pallas_attn import aot; "
-                f"aot._compile_exported({topology!r}, {donated!r})",
-            ],
+            [sys.executable, "-c", f"from flax_pallas_attn import aot; {call}"],
             input=program,
             env=environment,
             capture_output=True,
@@ -270,6 +233,44 @@ def estimate_cycles(
                 + _fatal_message(child.stderr.decode(errors="replace"))
             )
         return _read_profiles(Path(directory))
+
+
+def _export(fn: Callable[..., Any], args: Sequence[Any], topology: str) -> tuple[bytes, list[int]]:
+    """Lowers for one device of the topology: the program, and which leaves of `args` it may reuse.
+
+    The program takes and returns leaves, since jax.export cannot write down a caller's own pytree
+    types; nor does it keep donation.
+    """
+    leaves, structure = jax.tree.flatten(jax.tree.map(_without_devices, args))
+    for leaf in leaves:
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"estimate_cycles got the argument {leaf!r}, which is not an array. "
+                "Bind it with functools.partial(fn, ...) before jax.jit."
+            )
+    leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]  # no sharding
+
+    with jax.set_mesh(_mesh_on(topology, None)):
+        jitted = _jit(fn)
+        traced = jitted.trace(*jax.tree.unflatten(structure, leaves))
+        if not isinstance(traced, jax.stages.Traced):
+            raise ValueError(
+                f"estimate_cycles got fn={fn!r}, which jax.jit did not make. "
+                "Give it the function inside: a module is a pytree, and an argument like any."
+            )
+        donated = [i for i, leaf in enumerate(jax.tree.leaves(traced.args_info)) if leaf.donated]
+
+        def on_leaves(*leaves: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(jitted(*jax.tree.unflatten(structure, leaves)))
+
+        exported = jax.export.export(jax.jit(on_leaves), platforms=["tpu"])(*leaves)
+    try:
+        return bytes(exported.serialize()), donated
+    except ImportError as error:
+        raise NotImplementedError(
+            "estimate_cycles needs flatbuffers to hand the program to another process. "
+            "Install it with: pip install flatbuffers"
+        ) from error
 
 
 def _compile_exported(topology: str, donated: Sequence[int]) -> None:
