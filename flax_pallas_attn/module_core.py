@@ -1,0 +1,326 @@
+"""What the NNX and the Linen module do between their projections.
+
+Both project to heads, call `attend` or `decode_step` (or `paged_step`), and project back.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.nnx.nn.dtypes import promote_dtype
+
+from flax_pallas_attn.attention import dot_product_attention
+from flax_pallas_attn.logits import Dropout
+from flax_pallas_attn.masking import Positions, SegmentIds
+from flax_pallas_attn.paged.attention import paged_attention
+from flax_pallas_attn.paged.cache import PagedKVCache
+from flax_pallas_attn.rotary import Rotary
+from flax_pallas_attn.sharding import AttentionSharding
+
+DEFAULT_PAGE_SIZE = 128
+
+# Why an argument is refused.
+DECODING = (
+    "cannot be used while decoding, which attends to all that the module's cache holds, with this "
+    "package's paged attention; for rows of different lengths see MultiHeadAttention.paged."
+)
+SOWING = (
+    "needs the attention weights, which this package's attention never forms; build the module "
+    "with flax's own dot_product_attention as attention_fn to look at them."
+)
+FOREIGN_ATTENTION = (
+    "is not known to the attention_fn that the module was built with; leave it out, or leave "
+    "attention_fn at its default."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """What a module adds to flax's attention, as its constructor got it.
+
+    Attributes:
+      rotary: Turns queries and keys by their positions.
+      local_window_size: As in `dot_product_attention`.
+      logits_soft_cap: As in `dot_product_attention`.
+      implementation: As in `dot_product_attention`.
+      sharding: As in `dot_product_attention`.
+      dtype: Of queries, keys and values; None promotes them to a common one.
+      precision: As in `dot_product_attention`.
+    """
+
+    rotary: Rotary | None
+    local_window_size: int | tuple[int, int] | None
+    logits_soft_cap: float | None
+    implementation: str | None
+    sharding: AttentionSharding | None
+    dtype: Any
+    precision: Any
+
+    @property
+    def used(self) -> dict[str, bool]:
+        """Which options an `attention_fn` of flax's contract knows nothing of, and are set."""
+        return {
+            name: getattr(self, name) is not None
+            for name in ("local_window_size", "logits_soft_cap", "implementation", "sharding")
+        }
+
+
+def refuse(arguments: dict[str, bool], reason: str) -> None:
+    """Raises `NotImplementedError` naming the arguments that are in use."""
+    used = [name for name, is_used in arguments.items() if is_used]
+    if used:
+        raise NotImplementedError(f"{', '.join(used)} {reason}")
+
+
+def pair_positions(positions) -> Positions | None:
+    """One array stands for the positions of queries and keys alike."""
+    if positions is None or isinstance(positions, Positions):
+        return positions
+    return Positions(query=positions, key=positions)
+
+
+def pair_segments(segment_ids) -> SegmentIds | None:
+    """One array stands for the segments of queries and keys alike."""
+    if segment_ids is None or isinstance(segment_ids, SegmentIds):
+        return segment_ids
+    return SegmentIds(query=segment_ids, key=segment_ids)
+
+
+def turn(
+    rotary: Rotary | None, query: jax.Array, key: jax.Array, positions: Positions | None
+) -> tuple[jax.Array, jax.Array]:
+    """Rotary positions of query and key; without positions both count from 0."""
+    if rotary is None:
+        return query, key
+    if positions is None:
+        positions = Positions(
+            query=jnp.arange(query.shape[-3], dtype=jnp.int32),
+            key=jnp.arange(key.shape[-3], dtype=jnp.int32),
+        )
+    return rotary.apply(query, positions.query), rotary.apply(key, positions.key)
+
+
+def attend(
+    options: AttentionOptions,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mask: jax.Array | None,
+    segment_ids: SegmentIds | None,
+    positions: Positions | None,
+    is_causal: bool,
+    dropout: Dropout | None,
+) -> jax.Array:
+    """`dot_product_attention` under any number of batch dimensions.
+
+    Args:
+      options: Of the module.
+      query: `[..., T, N, H]`, turned.
+      key: `[..., S, K, H]`, turned.
+      value: `[..., S, K, Hv]`.
+      mask: Broadcasts to `[..., N, T, S]`, any dtype, nonzero where attention is allowed.
+      segment_ids: Of `[..., T]` and `[..., S]`.
+      positions: Of `[..., T]` and `[..., S]`.
+      is_causal: As in `dot_product_attention`.
+      dropout: As in `dot_product_attention`.
+
+    Returns:
+      `[..., T, N, Hv]`.
+    """
+    query, key, value = promote_dtype((query, key, value), dtype=options.dtype)
+    batch_shape = query.shape[:-3]
+    output = dot_product_attention(
+        *(_one_batch_axis(x, batch_shape, 3) for x in (query, key, value)),
+        mask=None if mask is None else _one_batch_axis(mask, batch_shape, 3),
+        is_causal=is_causal,
+        local_window_size=options.local_window_size,
+        segment_ids=jax.tree.map(lambda x: _one_batch_axis(x, batch_shape, 1), segment_ids),
+        positions=jax.tree.map(lambda x: _one_batch_axis(x, batch_shape, 1), positions),
+        logits_soft_cap=options.logits_soft_cap,
+        dropout=dropout,
+        precision=options.precision,
+        sharding=options.sharding,
+        implementation=options.implementation,
+    )
+    return output.reshape(*batch_shape, *output.shape[1:])
+
+
+def _one_batch_axis(x: jax.Array, batch_shape: tuple[int, ...], rank: int) -> jax.Array:
+    """Merges the axes before the last `rank`, which broadcast to `batch_shape`, into one.
+
+    Axes that are missing or 1 in all of the batch stay 1, so that a mask shared by the batch is not
+    copied for it.
+    """
+    leading = x.shape[: max(x.ndim - rank, 0)]
+    tail = x.shape[len(leading) :]
+    if math.prod(leading) == 1:
+        return x.reshape(1, *tail)
+    if len(batch_shape) == 1:
+        return x
+    return jnp.broadcast_to(x, batch_shape + tail).reshape(-1, *tail)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pages", "index", "is_full"],
+    meta_fields=["batch_shape", "max_length"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeCache:
+    """A module's own cache: one layer, every row of the batch equally long.
+
+    The pages of row b are `b * M .. (b + 1) * M - 1`. Nothing about them has to be kept, so a cache
+    of zeros is an empty cache.
+
+    Attributes:
+      pages: `PagedKVCache` of one layer.
+      index: int32 `[]`, tokens of each row so far.
+      is_full: bool `[]`, whether a call under `jit` had more tokens than there was room for: it
+        wrote nothing, and its output is NaN. Once set it stays. (Outside `jit` such a call raises.)
+      batch_shape: Of the inputs.
+      max_length: Tokens that each row has room for.
+    """
+
+    pages: PagedKVCache
+    index: jax.Array
+    is_full: jax.Array
+    batch_shape: tuple[int, ...]
+    max_length: int
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        batch_shape: tuple[int, ...],
+        max_length: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: jax.typing.DTypeLike,
+    ) -> "DecodeCache":
+        """An empty cache.
+
+        Args:
+          batch_shape: Of the inputs, without length and features.
+          max_length: Tokens that each row has room for.
+          page_size: Tokens per page.
+          num_kv_heads: K.
+          head_dim: H.
+          dtype: Of keys and values.
+        """
+        if max_length < 1:
+            raise ValueError(f"A cache needs room for at least 1 token, got length {max_length}.")
+        pages_per_row = -(-max_length // page_size)
+        return cls(
+            pages=PagedKVCache.create(
+                num_layers=1,
+                num_pages=math.prod(batch_shape) * pages_per_row,
+                page_size=page_size,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                dtype=dtype,
+            ),
+            index=jnp.zeros((), jnp.int32),
+            is_full=jnp.zeros((), bool),
+            batch_shape=tuple(batch_shape),
+            max_length=max_length,
+        )
+
+
+def decode_step(
+    options: AttentionOptions,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: DecodeCache,
+    *,
+    positions: Positions | None,
+) -> tuple[jax.Array, DecodeCache]:
+    """Appends the tokens of this call to the cache; each sees itself and everything before it.
+
+    Args:
+      options: Of the module.
+      query: `[..., t, N, H]`, any number t of tokens, not turned yet.
+      key: `[..., t, K, H]`.
+      value: `[..., t, K, H]`.
+      cache: The module's.
+      positions: Of `[..., t]`, for the rotary embedding alone; by default they follow the index.
+
+    Returns:
+      Output `[..., t, N, H]` and the cache with the tokens in it.
+
+    Raises:
+      ValueError: The tokens do not fit (inside `jit`: see `DecodeCache.is_full`), or the batch is
+        not that of the cache.
+    """
+    *batch_shape, tokens = query.shape[:-2]
+    if key.shape[:-2] != query.shape[:-2] or tuple(batch_shape) != cache.batch_shape:
+        raise ValueError(
+            f"Decoding appends keys of [..., t, N, H] = {query.shape} to a cache for a batch of "
+            f"{cache.batch_shape}, and got keys of {key.shape}; query and key must have the batch "
+            "of the cache and the same number of tokens."
+        )
+    used = 0 if isinstance(cache.index, jax.core.Tracer) else int(cache.index)
+    if used + tokens > cache.max_length:
+        raise ValueError(
+            f"{tokens} more tokens do not fit: the cache has room for {cache.max_length} and holds "
+            f"at least {used}. Make a longer one before decoding."
+        )
+    fits = cache.index + tokens <= cache.max_length
+
+    if positions is None:
+        index = cache.index + jnp.arange(tokens, dtype=jnp.int32)
+        positions = Positions(query=index, key=index)
+    query, key = turn(options.rotary, query, key, positions)
+    rows = math.prod(batch_shape)
+    flat = (x.reshape(-1, *x.shape[-2:]).astype(cache.pages.dtype) for x in (query, key, value))
+    output, pages = paged_step(
+        options,
+        *flat,
+        cache.pages,
+        layer=0,
+        page_table=jnp.arange(cache.pages.num_pages, dtype=jnp.int32).reshape(rows, -1),
+        kv_lengths=jnp.full((rows,), cache.index + jnp.where(fits, tokens, 0)),
+        # What does not fit belongs to no row: it is not written.
+        query_starts=jnp.where(fits, tokens, 0) * jnp.arange(rows + 1, dtype=jnp.int32),
+    )
+    output = jnp.where(fits, output, jnp.nan).astype(query.dtype).reshape(query.shape)
+    return output, dataclasses.replace(
+        cache,
+        pages=pages,
+        index=cache.index + jnp.where(fits, tokens, 0),
+        is_full=cache.is_full | ~fits,
+    )
+
+
+def paged_step(
+    options: AttentionOptions,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: PagedKVCache,
+    *,
+    layer: int | jax.Array,
+    page_table: jax.Array,
+    kv_lengths: jax.Array,
+    query_starts: jax.Array,
+) -> tuple[jax.Array, PagedKVCache]:
+    """`paged_attention` of tokens that are turned already, `[tokens, heads, H]`."""
+    return paged_attention(
+        query,
+        cache,
+        key=key,
+        value=value,
+        layer=layer,
+        page_table=page_table,
+        kv_lengths=kv_lengths,
+        query_starts=query_starts,
+        local_window_size=options.local_window_size,
+        logits_soft_cap=options.logits_soft_cap,
+        sharding=options.sharding,
+        implementation=options.implementation,
+    )
