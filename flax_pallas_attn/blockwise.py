@@ -5,10 +5,10 @@ walks the query tiles of each key tile and computes the probabilities again from
 Tiles that hold nothing are skipped, those that hide nothing run without a mask. What fits in one
 tile runs without a loop.
 
-Scores are held keys first, `[B, K, s, G, t]`: every product of the backward pass but one then
-reads its operands as they lie, which on CPU is twice as fast, and that one turns the key tile, the
-small operand. The group of query heads that share a key head is an axis of the queries' side, so
-keys and values are never repeated.
+Scores are held keys first, `[B, K, s, G, t]`, and keys and values are turned once before the
+loops, so that no product has to turn a tile of scores: on CPU that is twice as fast. The group of
+query heads that share a key head is an axis of the queries' side, so keys and values are never
+repeated.
 
 What is not finite is taken out of the products once, before the loops, and put back as NaN where
 the mask can hide it: in the scores going forward, in the logsumexp of the row going backward.
@@ -19,6 +19,7 @@ Source: Milakov and Gimelshein, 2018 (arXiv 1805.02867), the running softmax; Da
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,10 @@ import jax.numpy as jnp
 from flax_pallas_attn import logits as logits_lib
 from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask, Span, Tokens, tile_spans
+from flax_pallas_attn.sharding import vary_alike
 
-LARGEST_TILE = 512
-"""Queries or keys in a tile: on CPU a head's scores then stay in the second-level cache."""
+TILE_SCORES = 2**20
+"""Scores in a tile, batch and heads included: 4 MiB in float32, which a CPU's cache can hold."""
 
 
 def attend(
@@ -58,14 +60,14 @@ def attend(
       Output `[B, N, T, Hv]` in the query's dtype and logsumexp `[B, N, T]` in float32 (float64
       for float64 inputs).
     """
-    most_queries, most_keys = tiles or (LARGEST_TILE, LARGEST_TILE)
+    most_queries, most_keys = tiles or (_largest_tile(query.shape[0] * query.shape[1]),) * 2
     plan = _Plan(
         scale=scale,
         precision=precision,
         query_size=_tile_size(query.shape[2], most_queries),
         key_size=_tile_size(key.shape[2], most_keys),
     )
-    return _attend(plan, *_varying_alike((query, key, value, mask, logits)))
+    return _attend(plan, *vary_alike((query, key, value, mask, logits)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,23 +87,14 @@ class _Plan:
     key_size: int
 
 
+def _largest_tile(rows: int) -> int:
+    """The power of two, from 64 to 512, that keeps `rows` squares within `TILE_SCORES`."""
+    return min(max(64, 2 ** int(math.log2(TILE_SCORES / rows) / 2)), 512)
+
+
 def _tile_size(tokens: int, most: int) -> int:
     """As few tiles as `most` allows, of one size, so that little is padded."""
     return -(-tokens // -(-tokens // most))
-
-
-def _varying_alike(tree):
-    """Gives all leaves the same varying axes, inside a `shard_map` that checks them.
-
-    Loops want carries of one type, and the transpose of this cast is the sum over devices that
-    the gradient of a replicated input needs.
-    """
-    axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves(tree)))
-    return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(axes - _varying(x)), to="varying"), tree)
-
-
-def _varying(x) -> frozenset:
-    return jax.typeof(x).manual_axis_type.varying
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("plan",))
@@ -130,7 +123,7 @@ def _forward(plan, query, key, value, mask, logits):
     key_is_finite = _is_finite(key) & _is_finite(value)
     q = tiles.grouped(jnp.where(_is_finite(query), query, jnp.nan))
     k = tiles.pad_keys(jnp.where(key_is_finite, key, jnp.nan), 2)
-    v = tiles.pad_keys(jnp.where(key_is_finite, value, 0), 2)
+    v_turned = _turned(tiles.pad_keys(jnp.where(key_is_finite, value, 0), 2))
 
     def query_tile(i, results):
         q_tile = tiles.cut_queries(q, i, 3)
@@ -148,7 +141,7 @@ def _forward(plan, query, key, value, mask, logits):
                 weights = jnp.where(tiles.keep(i, j), weights / (1 - logits.dropout_rate), 0)
             weighted *= fade[:, :, None]
             weighted += tiles.dot(
-                "bksh,bksgt->bkhgt", tiles.cut_keys(v, j, 2), weights.astype(v.dtype)
+                "bkhs,bksgt->bkhgt", tiles.cut_keys(v_turned, j, 3), weights.astype(value.dtype)
             )
             return new_greatest, total, weighted
 
@@ -216,6 +209,7 @@ def _backward(
     key_is_finite = _is_finite(key) & _is_finite(value)
     q, do = (tiles.grouped(jnp.where(_is_finite(x), x, 0)) for x in (query, output_gradient))
     k, v = (tiles.pad_keys(jnp.where(key_is_finite, x, 0), 2) for x in (key, value))
+    k_turned = _turned(k)
     offset, lse = tiles.grouped(offset), tiles.grouped(logsumexp)
 
     def key_tile(j, results):
@@ -242,7 +236,7 @@ def _backward(
                 ds *= 1 - jnp.square(capped / logits.soft_cap)
             ds = ds.astype(q.dtype)
             dk_tile += tiles.dot("bksgt,bkgth->bksh", ds, q_tile)
-            dq_tile = tiles.dot("bksh,bksgt->bkhgt", k_tile, ds)
+            dq_tile = tiles.dot("bkhs,bksgt->bkhgt", tiles.cut_keys(k_turned, j, 3), ds)
             dq = _put(dq, tiles.cut_queries(dq, i, 4) + dq_tile, i, 4)
             return dq, dk_tile, dv_tile, dbias
 
@@ -421,15 +415,13 @@ class _Tiles:
     def keep(self, i, j) -> jax.Array:
         """Which pairs of two tiles survive dropout, to broadcast against `[B, K, s, G, t]`."""
         query, key = self.tokens(i, j)
-        batch_index = head_index = 0
-        if not self.logits.dropout_broadcast:
-            batch_index = jnp.arange(self.batch).reshape(-1, 1, 1, 1, 1)
-            head_index = jnp.arange(self.heads).reshape(self.kv_heads, 1, self.group, 1)
+        rows, columns = self.logits.dropout_indices(self.batch, self.heads)
+        per_head = (self.kv_heads, 1, self.group, 1) if columns.size > 1 else (1, 1, 1, 1)
         return logits_lib.dropout_keep(
             self.logits.dropout_seed,
             self.logits.dropout_rate,
-            batch_index,
-            head_index,
+            rows[:, None, None, None, None],
+            columns.reshape(per_head),
             query.position,
             key.position,
         )
@@ -467,6 +459,15 @@ def _loop(start, stop, step, running):
 
 def _is_finite(x: jax.Array) -> jax.Array:
     return jnp.isfinite(x).all(axis=-1, keepdims=True)
+
+
+def _turned(x: jax.Array) -> jax.Array:
+    """`[..., n, H]` as `[..., H, n]` in memory.
+
+    Without the barrier XLA may undo it inside a product, which its CPU backend then runs slowly,
+    or for some batches of bfloat16 not at all.
+    """
+    return jax.lax.optimization_barrier(x.mT)
 
 
 def _where(condition: jax.Array | None, x: jax.Array, otherwise) -> jax.Array:

@@ -27,7 +27,7 @@ class Call:
       value: `[B, K, S, Hv]`.
       mask: Who may attend to whom.
       logits: What changes scores and probabilities.
-      scale: Factor on the scores; an array when the caller's was traced.
+      scale: Factor on the scores. A caller's traced one is already in `query`.
     """
 
     query: jax.Array
@@ -35,7 +35,7 @@ class Call:
     value: jax.Array
     mask: Mask
     logits: Logits
-    scale: float | jax.Array
+    scale: float
 
 
 def check_attention(
@@ -83,9 +83,9 @@ def check_attention(
         query, key, value = query[None], key[None], value[None]
     if layout == "BTNH":
         query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
-    batch, heads, queries, head_dim = query.shape
-    kv_heads, keys = key.shape[1:3]
     _check_shapes(query, key, value)
+    batch, heads, queries, head_dim = query.shape
+    keys = key.shape[2]
     full = (batch, heads, queries, keys)
 
     if positions is not None and not _is_zero(query_offset):
@@ -115,6 +115,9 @@ def check_attention(
     if logits_soft_cap is not None and not logits_soft_cap > 0:
         raise ValueError(f"logits_soft_cap={logits_soft_cap!r} must be positive (None for none).")
     seed, rate, broadcast = _check_dropout(dropout)
+    scale = head_dim**-0.5 if scale is None else _check_scale(scale)
+    if not isinstance(scale, float):
+        query, scale = (query * scale).astype(query.dtype), 1.0
     return Call(
         query=query,
         key=key,
@@ -137,7 +140,7 @@ def check_attention(
             dropout_rate=rate,
             dropout_broadcast=broadcast,
         ),
-        scale=_check_scale(scale, head_dim),
+        scale=scale,
     )
 
 
@@ -175,8 +178,8 @@ def _check_band(is_causal, window) -> tuple[int | None, int | None]:
         or not all(isinstance(w, numbers.Integral) and w >= 0 for w in window)
     ):
         raise ValueError(
-            f"local_window_size={window!r} must be an int or a pair (left, right) of ints >= 0: the "
-            "number of keys on each side that a query may see beside its own."
+            f"local_window_size={window!r} must be an int or a pair (left, right) of ints >= 0: "
+            "the number of keys on each side that a query may see beside its own."
         )
     left, right = (int(w) for w in window)
     return (0 if is_causal else -right), left
@@ -302,9 +305,7 @@ def _check_dropout(dropout) -> tuple[jax.Array | None, float, bool]:
     return jax.random.bits(dropout.key, (2,), jnp.uint32), float(dropout.rate), dropout.broadcast
 
 
-def _check_scale(scale, head_dim) -> float | jax.Array:
-    if scale is None:
-        return head_dim**-0.5
+def _check_scale(scale) -> float | jax.Array:
     if isinstance(scale, (numbers.Real, np.generic)):
         return float(scale)
     scale = jnp.asarray(scale)

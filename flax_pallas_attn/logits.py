@@ -50,7 +50,7 @@ class Dropout:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["bias", "slopes", "sinks", "dropout_seed"],
+    data_fields=["bias", "slopes", "sinks", "dropout_seed", "first_batch", "first_head"],
     meta_fields=["soft_cap", "dropout_rate", "dropout_broadcast"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,9 @@ class Logits:
       dropout_seed: uint32 `[2]`, or None for no dropout.
       dropout_rate: In `[0, 1)`.
       dropout_broadcast: Share the pattern over batch and heads.
+      first_batch: Index of the first batch row in the whole batch, int32, where a device holds a
+        part of it; None is 0.
+      first_head: Likewise of the first query head.
     """
 
     soft_cap: float | None = None
@@ -75,6 +78,21 @@ class Logits:
     dropout_seed: jax.Array | None = None
     dropout_rate: float = 0.0
     dropout_broadcast: bool = False
+    first_batch: jax.Array | None = None
+    first_head: jax.Array | None = None
+
+    def dropout_indices(self, batch: int, heads: int) -> tuple[jax.Array, jax.Array]:
+        """Batch rows `[batch]` and query heads `[heads]` as dropout counts them.
+
+        One zero each where the pattern is shared.
+        """
+        if self.dropout_broadcast:
+            return jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
+        rows, columns = jnp.arange(batch), jnp.arange(heads)
+        return (
+            rows if self.first_batch is None else rows + self.first_batch,
+            columns if self.first_head is None else columns + self.first_head,
+        )
 
     @property
     def used(self) -> tuple[str, ...]:

@@ -89,12 +89,12 @@ def attend(
     logsumexp = jnp.where(empty, -jnp.inf, greatest + jnp.log(total))[..., 0]
 
     if logits.dropout_seed is not None:
-        shared = logits.dropout_broadcast
+        rows, columns = logits.dropout_indices(batch, heads)
         keep = logits_lib.dropout_keep(
             logits.dropout_seed,
             logits.dropout_rate,
-            0 if shared else jnp.arange(batch)[:, None, None, None],
-            0 if shared else jnp.arange(heads)[:, None, None],
+            rows[:, None, None, None],
+            columns[:, None, None],
             _per_head(query_tokens).position,
             _per_head(key_tokens).position,
         )

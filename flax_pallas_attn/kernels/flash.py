@@ -12,6 +12,7 @@ from flax_pallas_attn.kernels.flash_forward import flash_forward
 from flax_pallas_attn.kernels.tiles import Tiles
 from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask
+from flax_pallas_attn.sharding import vary_alike
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def attend(
     if tiles is None:
         tiles = tiles_lib.default_tiles(tiles_lib.shape_of(query, key, value, mask))
     options = _Options(scale=scale, precision=precision, tiles=tiles)
-    return _attend(query, key, value, mask, options)
+    return _attend(*vary_alike((query, key, value, mask)), options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("options",))

@@ -306,10 +306,7 @@ def _cost(query, key, value, mask, tiles, sums_in_hbm) -> pl.CostEstimate:
     rounds = (heads // kv_heads) * pl.cdiv(queries, tiles.backward_query_chunk)
     row_bytes = (2 * head_dim + value_dim) * query.dtype.itemsize + 8
     key_bytes = key.nbytes + value.nbytes
-    if sums_in_hbm:
-        sums_bytes = (2 * rounds - 1) * 4 * (key.size + value.size)
-    else:
-        sums_bytes = key_bytes
+    sums_bytes = (2 * rounds - 1) * 4 * (key.size + value.size) if sums_in_hbm else key_bytes
     return pl.CostEstimate(
         flops=2 * scores * (3 * head_dim + 2 * value_dim),
         transcendentals=scores,

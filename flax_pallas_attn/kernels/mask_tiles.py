@@ -148,12 +148,11 @@ def for_each_tile(span: Span, first: int | jax.Array, tiles: int, body: Callable
 
     `tile` counts from `first`; `is_cut` is static: whether the mask must be looked at.
     """
-    bounds = [_clip(bound - first, tiles) for bound in span]
-    for start, stop, is_cut in zip(bounds[:-1], bounds[1:], (True, False, True), strict=True):
+    for start, stop, is_cut in zip(span[:-1], span[1:], (True, False, True), strict=True):
         if isinstance(start, int) and isinstance(stop, int) and start >= stop:
             continue
 
-        @pl.loop(start, stop)
+        @pl.loop(_clip(start - first, tiles), _clip(stop - first, tiles))
         def _(tile, is_cut=is_cut):
             body(tile, is_cut)
 
