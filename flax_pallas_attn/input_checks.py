@@ -267,14 +267,14 @@ def _check_dense(x, name, full):
             f"{name} has shape {x.shape}; [B, N, T, S] = {list(full)} is expected, with 1 or a "
             "missing leading axis where it broadcasts."
         )
-    x = x.reshape((1,) * (4 - x.ndim) + x.shape)
-    for axis, size, expected in zip("BNTS", x.shape, full, strict=True):
+    padded = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    for axis, size, expected in zip("BNTS", padded.shape, full, strict=True):
         if size not in (1, expected):
             raise ValueError(
                 f"{name} has shape {x.shape}: its axis {axis} has size {size}, 1 or {expected} is "
                 "expected."
             )
-    return x
+    return padded
 
 
 def _check_per_head(x, name, heads):

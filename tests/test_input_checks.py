@@ -1,0 +1,281 @@
+"""Wrong calls: each error names the argument, its value and what was expected."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_pallas_attn import Alibi, Dropout, Positions, SegmentIds, dot_product_attention
+from flax_pallas_attn.input_checks import check_attention
+
+B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
+
+DEFAULTS = {
+    "bias": None,
+    "mask": None,
+    "scale": None,
+    "is_causal": False,
+    "query_seq_lengths": None,
+    "key_value_seq_lengths": None,
+    "local_window_size": None,
+    "segment_ids": None,
+    "positions": None,
+    "query_offset": 0,
+    "logits_soft_cap": None,
+    "sinks": None,
+    "dropout": None,
+    "layout": "BTNH",
+}
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def arrays(**changes):
+    return {"query": zeros(B, T, N, H), "key": zeros(B, S, K, H), "value": zeros(B, S, K, H)} | (
+        changes
+    )
+
+
+def check(**changes):
+    return check_attention(**DEFAULTS | arrays() | changes)
+
+
+def integers(*shape):
+    return zeros(*shape, dtype=np.int32)
+
+
+WRONG = {
+    "layout": (
+        {"layout": "BHTD"},
+        r"layout='BHTD' is not known; use one of \('BTNH', 'BNTH'\)",
+    ),
+    "ranks differ": (
+        {"query": zeros(T, N, H)},
+        r"rank 4 \(or all rank 3.*shapes \(5, 4, 8\), \(2, 7, 2, 8\), \(2, 7, 2, 8\)",
+    ),
+    "rank 2": (
+        {name: zeros(T, H) for name in ("query", "key", "value")},
+        r"rank 4 \(or all rank 3.*shapes \(5, 8\)",
+    ),
+    "dtypes differ": (
+        {"key": zeros(B, S, K, H, dtype=jnp.bfloat16)},
+        r"share one dtype, got float32, bfloat16, float32; cast them, e\.g\. key\.astype",
+    ),
+    "integers": (
+        {n: x.astype(np.int32) for n, x in arrays().items()},
+        r"query, key and value must be floating point, got int32",
+    ),
+    "batch of key": (
+        {"key": zeros(3, S, K, H)},
+        r"key has batch size 3, query has 2",
+    ),
+    "batch of value": (
+        {"value": zeros(1, S, K, H)},
+        r"value has batch size 1, query has 2",
+    ),
+    "length of value": (
+        {"value": zeros(B, 6, K, H)},
+        r"value has 6 positions and 2 heads, key has 7 and 2; they must agree \(is layout right",
+    ),
+    "heads of value": (
+        {"value": zeros(B, S, 4, H)},
+        r"value has 7 positions and 4 heads, key has 7 and 2",
+    ),
+    "head size of key": (
+        {"key": zeros(B, S, K, 16)},
+        r"key has head size 16, query has 8",
+    ),
+    "heads do not divide": (
+        {"key": zeros(B, S, 3, H), "value": zeros(B, S, 3, H)},
+        r"query has 4 heads and key has 3: .*multiple .*\(is layout right\?\)",
+    ),
+    "no key heads": (
+        {"key": zeros(B, S, 0, H), "value": zeros(B, S, 0, H)},
+        r"query has 4 heads and key has 0: ",
+    ),
+    "no keys": (
+        {"key": zeros(B, 0, K, H), "value": zeros(B, 0, K, H)},
+        r"S is 0 in shapes \(2, 4, 5, 8\), \(2, 2, 0, 8\)",
+    ),
+    "no queries": ({"query": zeros(B, 0, N, H)}, r"T is 0 in shapes"),
+    "no values": ({"value": zeros(B, S, K, 0)}, r"Hv is 0 in shapes"),
+    "window of three": (
+        {"local_window_size": (1, 2, 3)},
+        r"local_window_size=\(1, 2, 3\) must be an int or a pair \(left, right\) of ints >= 0",
+    ),
+    "negative window": (
+        {"local_window_size": (4, -1)},
+        r"local_window_size=\(4, -1\) must be an int or a pair",
+    ),
+    "window of floats": (
+        {"local_window_size": 2.5},
+        r"local_window_size=2\.5 must be an int or a pair",
+    ),
+    "offset and positions": (
+        {"query_offset": 3, "positions": Positions(integers(B, T), integers(B, S))},
+        r"query_offset=3 and positions were both given.*leave query_offset out",
+    ),
+    "positions are an array": (
+        {"positions": integers(B, T)},
+        r"positions is a ndarray; pass Positions\(query=\[B, T\], key=\[B, S\]\)",
+    ),
+    "positions of another length": (
+        {"positions": Positions(integers(B, T), integers(B, T))},
+        r"positions\.key has shape \(2, 5\); \(2, 7\) is expected",
+    ),
+    "positions are floats": (
+        {"positions": Positions(zeros(B, T), integers(B, S))},
+        r"positions\.query has dtype float32; integers are expected",
+    ),
+    "offset is a float": (
+        {"query_offset": 1.0},
+        r"query_offset must be an int or an integer array of shape \(\) or \(2,\), got float32\[\]",
+    ),
+    "offset of another batch": (
+        {"query_offset": integers(3)},
+        r"query_offset must be an int or .* shape \(\) or \(2,\), got int32\[3\]",
+    ),
+    "segments are an array": (
+        {"segment_ids": integers(B, T)},
+        r"segment_ids is a ndarray; pass SegmentIds\(query=\[B, T\], key=\[B, S\]\)",
+    ),
+    "segments of another length": (
+        {"segment_ids": SegmentIds(integers(B, S), integers(B, S))},
+        r"segment_ids\.query has shape \(2, 7\); \(2, 5\) is expected",
+    ),
+    "query lengths are floats": (
+        {"query_seq_lengths": zeros(B)},
+        r"query_seq_lengths must be integers of shape \(2,\), one per batch row, got float32\[2\]",
+    ),
+    "key lengths of another batch": (
+        {"key_value_seq_lengths": integers(1)},
+        r"key_value_seq_lengths must be integers of shape \(2,\).*got int32\[1\]",
+    ),
+    "mask of rank 1": (
+        {"mask": integers(S)},
+        r"mask has shape \(7,\); \[B, N, T, S\] = \[2, 4, 5, 7\] is expected",
+    ),
+    "mask of rank 5": (
+        {"mask": integers(1, 1, 1, T, S)},
+        r"mask has shape \(1, 1, 1, 5, 7\); \[B, N, T, S\] = \[2, 4, 5, 7\]",
+    ),
+    "mask turned": (
+        {"mask": integers(S, T)},
+        r"mask has shape \(7, 5\): its axis T has size 7, 1 or 5 is expected",
+    ),
+    "mask per key head": (
+        {"mask": integers(B, K, T, S)},
+        r"mask has shape \(2, 2, 5, 7\): its axis N has size 2, 1 or 4 is expected",
+    ),
+    "bias of another batch": (
+        {"bias": zeros(3, N, T, S)},
+        r"bias has shape \(3, 4, 5, 7\): its axis B has size 3, 1 or 2 is expected",
+    ),
+    "bias is a mask": (
+        {"bias": zeros(T, S, dtype=bool)},
+        r"bias has dtype bool; .*floating point\. Pass a boolean array as mask",
+    ),
+    "slopes per key head": (
+        {"bias": Alibi(zeros(K))},
+        r"bias=Alibi\(slopes\) has shape \(2,\); \(4,\) is expected, one number per query head",
+    ),
+    "sinks per batch row": (
+        {"sinks": zeros(B, N)},
+        r"sinks has shape \(2, 4\); \(4,\) is expected",
+    ),
+    "soft cap of zero": (
+        {"logits_soft_cap": 0.0},
+        r"logits_soft_cap=0\.0 must be positive \(None for none\)",
+    ),
+    "dropout is a number": (
+        {"dropout": 0.1},
+        r"dropout is a float; pass Dropout\(rate=, key=, broadcast=\)",
+    ),
+    "dropout of everything": (
+        {"dropout": Dropout(rate=1.0, key=jax.random.key(0))},
+        r"dropout\.rate=1\.0 must lie in \[0, 1\)",
+    ),
+    "dropout without a key": (
+        {"dropout": Dropout(rate=0.5, key=None)},  # pyright: ignore
+        r"dropout\.rate=0\.5 needs a random key, got None: pass Dropout\(rate=, key=jax\.random",
+    ),
+    "scale per head": (
+        {"scale": zeros(N)},
+        r"scale must be a number, got an array float32\[4\]; .*multiplying query",
+    ),
+    "scale is an integer array": (
+        {"scale": jnp.asarray(2)},
+        r"scale must be a number, got an array int32\[\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_call(name):
+    changes, message = WRONG[name]
+    check()  # the call is right but for the change
+    with pytest.raises(ValueError, match=message):
+        check(**changes)
+
+
+def test_public_function_checks_before_it_traces():
+    """The error is the same under jit, and comes from the check."""
+    key = zeros(B, S, 3, H)
+    for call in (dot_product_attention, jax.jit(dot_product_attention)):
+        with pytest.raises(ValueError, match=r"query has 4 heads and key has 3"):
+            call(zeros(B, T, N, H), key, key)
+
+
+@pytest.mark.parametrize(
+    ("window", "is_causal", "band"),
+    [
+        (None, False, (None, None)),
+        (None, True, (0, None)),
+        (3, False, (-3, 3)),
+        ((3, 1), False, (-1, 3)),
+        ((3, 1), True, (0, 3)),
+        (np.int64(3), False, (-3, 3)),
+    ],
+)
+def test_window_and_causality_are_one_band(window, is_causal, band):
+    mask = check(local_window_size=window, is_causal=is_causal).mask
+    assert (mask.lower, mask.upper) == band
+
+
+def test_lengths_become_segments():
+    mask = check(
+        query_seq_lengths=np.array([2, 5]),
+        segment_ids=SegmentIds(integers(B, T) + 6, integers(B, S) + 6),
+        key_value_seq_lengths=np.array([7, 0]),
+    ).mask
+    np.testing.assert_array_equal(mask.segment_ids.query, [[6, 6, -1, -1, -1], [6, 6, 6, 6, 6]])
+    np.testing.assert_array_equal(mask.segment_ids.key, [[6] * 7, [-1] * 7])
+
+
+def test_arrays_come_out_heads_first():
+    for layout, shapes in (
+        ("BTNH", [(B, T, N, H), (B, S, K, H), (B, S, K, 3)]),
+        ("BNTH", [(B, N, T, H), (B, K, S, H), (B, K, S, 3)]),
+    ):
+        call = check(
+            layout=layout, **dict(zip(arrays(), [zeros(*shape) for shape in shapes], strict=True))
+        )
+        assert call.query.shape == (B, N, T, H)
+        assert call.key.shape == (B, K, S, H)
+        assert call.value.shape == (B, K, S, 3)
+
+
+def test_dropout_of_nothing_needs_no_key():
+    assert check(dropout=Dropout(rate=0.0, key=None)).logits.used == ()  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [(None, H**-0.5), (2, 2.0), (0.25, 0.25), (np.float32(0.5), 0.5)],
+)
+def test_scale_is_static_when_it_can_be(scale, expected):
+    call = check(scale=scale)
+    assert isinstance(call.scale, float)
+    assert call.scale == expected
