@@ -29,8 +29,8 @@ from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask, Span, Tokens, tile_spans
 from flax_pallas_attn.sharding import vary_alike
 
-TILE_SCORES = 2**20
-"""Scores in a tile, batch and heads included: 4 MiB in float32, which a CPU's cache can hold."""
+TILE_SCORES = 2**19
+"""Scores in a tile, batch and heads included: 2 MiB in float32, which a CPU's cache can hold."""
 
 
 def attend(

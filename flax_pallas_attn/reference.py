@@ -63,29 +63,31 @@ def attend(
     scores = jnp.where(bad, jnp.nan, scores * scale)
     if logits.soft_cap is not None:
         scores = logits_lib.cap(scores, logits.soft_cap)
+    visible = mask.visible(_per_head(query_tokens), _per_head(key_tokens), mask.dense)
     if logits.bias is not None:
         scores += logits.bias.astype(scores.dtype)
+        visible = (logits.bias != -jnp.inf) & (True if visible is None else visible)
     if logits.slopes is not None:
         slopes = jax.lax.stop_gradient(logits.slopes)[:, None, None]
         scores += logits_lib.alibi(
             slopes, *(_per_head(tokens) for tokens in (query_tokens, key_tokens))
         )
 
-    visible = mask.visible(_per_head(query_tokens), _per_head(key_tokens), mask.dense)
-    if visible is not None:
-        scores = jnp.where(visible, scores, -jnp.inf)
+    visible = True if visible is None else visible
+    scores = jnp.where(visible, scores, -jnp.inf)
     greatest = jnp.max(scores, axis=-1, keepdims=True)
+    empty = greatest == -jnp.inf
     if logits.sinks is not None:
         sinks = logits.sinks.astype(scores.dtype)[:, None, None]
         greatest = jnp.maximum(greatest, sinks)
     greatest = jax.lax.stop_gradient(jnp.where(greatest == -jnp.inf, 0, greatest))
     weights = jnp.exp(scores - greatest)
     total = weights.sum(axis=-1, keepdims=True)
-    empty = total == 0
     if logits.sinks is not None:
         total += jnp.exp(sinks - greatest)
     total = jnp.where(empty, 1, total)
-    probabilities = weights / total
+    # A row that is NaN gives NaN to the keys that it sees, and to no other.
+    probabilities = jnp.where(visible, weights / total, 0)
     logsumexp = jnp.where(empty, -jnp.inf, greatest + jnp.log(total))[..., 0]
 
     if logits.dropout_seed is not None:
