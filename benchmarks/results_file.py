@@ -1,0 +1,33 @@
+"""Result files: figures with the versions that they were measured with."""
+
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write_results(name: str, command: str, rows: list[dict[str, Any]]) -> Path:
+    """Writes `benchmarks/results/<name>.json`.
+
+    Args:
+      name: Of the file.
+      command: That writes it again.
+      rows: What was measured, one object a row.
+
+    Returns:
+      The file's path.
+    """
+    versions = {"python": platform.python_version()}
+    for package in ("jax", "jaxlib", "flax", "libtpu"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    content = {"command": command, "versions": versions, "rows": rows}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
