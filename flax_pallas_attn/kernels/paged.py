@@ -238,6 +238,11 @@ def _value_base(value_start: int) -> int:
     return value_start // tiles_lib.LANES * tiles_lib.LANES
 
 
+def _div(x, y: int):
+    """`x // y` for x >= 0, which costs no look at signs."""
+    return jax.lax.div(x, jnp.int32(y))
+
+
 def _kernel(
     *refs,
     mask: Mask,
@@ -277,7 +282,7 @@ def _kernel(
             return (sequence < stop_sequence) & (part.key_start >= part.key_stop)
 
         sequence = jax.lax.while_loop(has_none, lambda sequence: sequence + 1, sequence)
-        return _Cursor(sequence, part_of(sequence).key_start // block_tokens)
+        return _Cursor(sequence, _div(part_of(sequence).key_start, block_tokens))
 
     def advance(cursor: _Cursor) -> _Cursor:
         more = (cursor.block + 1) * block_tokens < part_of(cursor.sequence).key_stop
@@ -289,8 +294,10 @@ def _kernel(
         """The pages of a block that its rows may see, each with all its heads."""
         part = part_of(cursor.sequence)
         first_page = cursor.block * tiles.block_pages
-        start = jnp.maximum(part.key_start // page_size - first_page, 0)
-        stop = jnp.minimum(pl.cdiv(part.key_stop, page_size) - first_page, tiles.block_pages)
+        start = jnp.maximum(_div(part.key_start, page_size) - first_page, 0)
+        stop = jnp.minimum(
+            _div(part.key_stop + page_size - 1, page_size) - first_page, tiles.block_pages
+        )
 
         @pl.loop(start, stop)
         def _(i):
@@ -307,11 +314,11 @@ def _kernel(
     def attend_rows(part: _Part, block, buffer, row_start, row_count: int):
         """Lets one tile of rows see one block."""
         row = row_start + jax.lax.broadcasted_iota(jnp.int32, (row_count, 1), 0)
-        token = first_token + row // group
+        token = first_token + _div(row, group)
         is_own = (token >= part.token_start) & (token < part.token_stop)
         key_index = block * block_tokens
-        first = jnp.maximum(first_token + row_start // group, part.token_start) + part.offset
-        last = first_token + (row_start + row_count - 1) // group
+        first = jnp.maximum(first_token + _div(row_start, group), part.token_start) + part.offset
+        last = first_token + _div(row_start + row_count - 1, group)
         last = jnp.minimum(last, part.token_stop - 1) + part.offset
         is_whole = first >= key_index + block_tokens - 1
         if mask.upper is not None:
@@ -358,7 +365,7 @@ def _kernel(
         are_few = row_stop - row_start <= MOST_SMALL_TILES * SMALL_ROWS
 
         def attend_tiles(row_count: int):
-            @pl.loop(row_start // row_count, pl.cdiv(row_stop, row_count))
+            @pl.loop(_div(row_start, row_count), _div(row_stop + row_count - 1, row_count))
             def _(i):
                 start = pl.multiple_of(i * row_count, ALIGNMENT)
                 attend_rows(part, cursor.block, buffer, start, row_count)

@@ -8,6 +8,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType
 
 from flax_pallas_attn.kernels import paged as kernel
@@ -118,8 +119,7 @@ def paged_attention(
     )
     tables = {"page_table": page_table, "kv_lengths": kv_lengths, "query_starts": query_starts}
     if key is not None and value is not None:
-        cache = cache.write(key, value, layer=layer, **tables)
-
+        cache = _write(cache, key, value, layer=layer, **tables)
     if scale is None:
         scale = query.shape[-1] ** -0.5
     output = _attend(
@@ -135,9 +135,12 @@ def paged_attention(
     return output, cache
 
 
+# Under a `jit` of their own, so that outside one they compile once per shape.
+_write = jax.jit(PagedKVCache.write)
+
+
 @functools.partial(jax.jit, static_argnames="implementation")
 def _attend(query, cache, *, implementation, **arguments) -> jax.Array:
-    """Calls an implementation. Under a `jit` of its own, so that outside one it compiles once."""
     output = _choose(implementation)(query, cache, **arguments)
     kv_lengths = arguments["kv_lengths"]
     sequence, position = token_places(query.shape[0], kv_lengths, arguments["query_starts"])
@@ -316,4 +319,4 @@ def _check_values(tokens, cache, layer, page_table, kv_lengths, query_starts) ->
 
 
 def _is_known(x) -> bool:
-    return not isinstance(x, jax.core.Tracer)
+    return not isinstance(x, Tracer)
