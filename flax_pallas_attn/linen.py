@@ -27,6 +27,7 @@ from flax_pallas_attn.module_core import (
     refuse,
     turn,
 )
+from flax_pallas_attn.paged.attention import Implementation
 from flax_pallas_attn.rotary import Rotary
 from flax_pallas_attn.sharding import AttentionSharding
 
@@ -70,12 +71,12 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     """
 
     attention_fn: Callable[..., jax.Array] = pallas_attention_fn
-    normalize_qk: bool | Literal["rms"] = False
+    normalize_qk: bool | Literal["rms"] = False  # pyright: ignore[reportIncompatibleVariableOverride]
     num_kv_heads: int | None = dataclasses.field(default=None, kw_only=True)
     rotary: Rotary | None = dataclasses.field(default=None, kw_only=True)
     local_window_size: int | tuple[int, int] | None = dataclasses.field(default=None, kw_only=True)
     logits_soft_cap: float | None = dataclasses.field(default=None, kw_only=True)
-    implementation: str | None = dataclasses.field(default=None, kw_only=True)
+    implementation: Implementation | None = dataclasses.field(default=None, kw_only=True)
     sharding: AttentionSharding | None = dataclasses.field(default=None, kw_only=True)
     page_size: int = dataclasses.field(default=DEFAULT_PAGE_SIZE, kw_only=True)
 

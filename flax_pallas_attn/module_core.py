@@ -6,16 +6,17 @@ Both project to heads, call `attend` or `decode_step` (or `paged_step`), and pro
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax.nnx.nn.dtypes import promote_dtype
+from jax.core import Tracer
 
 from flax_pallas_attn.attention import dot_product_attention
 from flax_pallas_attn.logits import Dropout
 from flax_pallas_attn.masking import Positions, SegmentIds
-from flax_pallas_attn.paged.attention import paged_attention
+from flax_pallas_attn.paged.attention import Implementation, paged_attention
 from flax_pallas_attn.paged.cache import PagedKVCache
 from flax_pallas_attn.rotary import Rotary
 from flax_pallas_attn.sharding import AttentionSharding
@@ -54,7 +55,7 @@ class AttentionOptions:
     rotary: Rotary | None
     local_window_size: int | tuple[int, int] | None
     logits_soft_cap: float | None
-    implementation: str | None
+    implementation: Implementation | None
     sharding: AttentionSharding | None
     dtype: Any
     precision: Any
@@ -146,6 +147,7 @@ def attend(
         sharding=options.sharding,
         implementation=options.implementation,
     )
+    output = cast(jax.Array, output)  # not a pair, as no residual is asked for
     return output.reshape(*batch_shape, *output.shape[1:])
 
 
@@ -264,36 +266,39 @@ def decode_step(
             f"{cache.batch_shape}, and got keys of {key.shape}; query and key must have the batch "
             "of the cache and the same number of tokens."
         )
-    used = 0 if isinstance(cache.index, jax.core.Tracer) else int(cache.index)
+    used = 0 if isinstance(cache.index, Tracer) else int(cache.index)
     if used + tokens > cache.max_length:
         raise ValueError(
             f"{tokens} more tokens do not fit: the cache has room for {cache.max_length} and holds "
             f"at least {used}. Make a longer one before decoding."
         )
     fits = cache.index + tokens <= cache.max_length
+    written = jnp.where(fits, tokens, 0)
 
     if positions is None:
         index = cache.index + jnp.arange(tokens, dtype=jnp.int32)
         positions = Positions(query=index, key=index)
     query, key = turn(options.rotary, query, key, positions)
     rows = math.prod(batch_shape)
-    flat = (x.reshape(-1, *x.shape[-2:]).astype(cache.pages.dtype) for x in (query, key, value))
+    query_tokens, key_tokens, value_tokens = (
+        x.reshape(rows * tokens, *x.shape[-2:]).astype(cache.pages.dtype)
+        for x in (query, key, value)
+    )
     output, pages = paged_step(
         options,
-        *flat,
+        query_tokens,
+        key_tokens,
+        value_tokens,
         cache.pages,
         layer=0,
         page_table=jnp.arange(cache.pages.num_pages, dtype=jnp.int32).reshape(rows, -1),
-        kv_lengths=jnp.full((rows,), cache.index + jnp.where(fits, tokens, 0)),
-        # What does not fit belongs to no row: it is not written.
-        query_starts=jnp.where(fits, tokens, 0) * jnp.arange(rows + 1, dtype=jnp.int32),
+        kv_lengths=jnp.broadcast_to(cache.index + written, (rows,)),
+        # Tokens that do not fit belong to no row, and so are not written.
+        query_starts=written * jnp.arange(rows + 1, dtype=jnp.int32),
     )
     output = jnp.where(fits, output, jnp.nan).astype(query.dtype).reshape(query.shape)
     return output, dataclasses.replace(
-        cache,
-        pages=pages,
-        index=cache.index + jnp.where(fits, tokens, 0),
-        is_full=cache.is_full | ~fits,
+        cache, pages=pages, index=cache.index + written, is_full=cache.is_full | ~fits
     )
 
 

@@ -1,5 +1,6 @@
 """Multi-head attention for flax.nnx: flax's own module with this package's attention in it."""
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from flax_pallas_attn.module_core import (
     refuse,
     turn,
 )
+from flax_pallas_attn.paged.attention import Implementation
 from flax_pallas_attn.paged.cache import PagedKVCache, token_places
 from flax_pallas_attn.rotary import Rotary
 from flax_pallas_attn.sharding import AttentionSharding
@@ -147,7 +149,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         rotary: Rotary | None = None,
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         sharding: AttentionSharding | None = None,
     ):
         super().__init__(
@@ -170,7 +172,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             use_bias=use_bias,
             attention_fn=attention_fn,
             decode=decode,
-            normalize_qk=normalize_qk is True,
+            normalize_qk=bool(normalize_qk) and normalize_qk != "rms",
             qkv_promote_dtype=qkv_promote_dtype,
             out_promote_dtype=out_promote_dtype,
             ln_promote_dtype=ln_promote_dtype,
@@ -191,17 +193,17 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             raise ValueError(f"normalize_qk={normalize_qk!r} must be False, True or 'rms'.")
         self.normalize_qk = normalize_qk
         if normalize_qk == "rms":
-            self.query_ln, self.key_ln = (
-                nnx.RMSNorm(
-                    self.head_dim,
-                    dtype=dtype,
-                    param_dtype=param_dtype,
-                    promote_dtype=ln_promote_dtype,
-                    scale_metadata=metadata,
-                    rngs=rngs,
-                )
-                for metadata in (query_ln_scale_metadata, key_ln_scale_metadata)
+            norm = functools.partial(
+                nnx.RMSNorm,
+                self.head_dim,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                promote_dtype=ln_promote_dtype,
+                rngs=rngs,
             )
+            # flax declares both as LayerNorm.
+            self.query_ln = norm(scale_metadata=query_ln_scale_metadata)  # pyright: ignore
+            self.key_ln = norm(scale_metadata=key_ln_scale_metadata)  # pyright: ignore
         self.options = AttentionOptions(
             rotary=rotary,
             local_window_size=local_window_size,
@@ -412,8 +414,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         6
         """
         *batch_shape, max_length, _ = input_shape
-        if dtype is None:
-            dtype = self.param_dtype if self.dtype is None else self.dtype
+        dtype = self.dtype if dtype is None else dtype
         self.cache = nnx.Cache(
             DecodeCache.create(
                 batch_shape=tuple(batch_shape),
@@ -421,7 +422,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 page_size=page_size,
                 num_kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
-                dtype=dtype,
+                dtype=jnp.dtype(self.param_dtype if dtype is None else dtype),
             )
         )
 
