@@ -14,6 +14,7 @@ from flax_pallas_attn.masking import Positions, SegmentIds
 from flax_pallas_attn.nnx import MultiHeadAttention
 from flax_pallas_attn.paged.cache import PagedKVCache
 from flax_pallas_attn.rotary import Rotary
+from flax_pallas_attn.sharding import AttentionSharding
 
 TOLERANCE = 1e-5  # float32, of the largest magnitude
 
@@ -615,3 +616,36 @@ def test_what_cannot_be_done_raises(arguments, call, error, words):
 def test_bad_sizes_raise_when_built(arguments, words):
     with pytest.raises(ValueError, match=words):
         build(MultiHeadAttention, **arguments)
+
+
+def test_options_reach_the_attention_functions():
+    """Seen where a value that they refuse is refused, in training and in decoding."""
+    for arguments, error, words in (
+        ({"implementation": "other"}, ValueError, "implementation='other'"),
+        ({"local_window_size": -1}, ValueError, "local_window_size"),
+        ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap"),
+    ):
+        module = build(MultiHeadAttention, **arguments)
+        with pytest.raises(error, match=words):
+            module(X)
+    module = build(MultiHeadAttention, sharding=AttentionSharding(heads="nowhere"))
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="nowhere"):
+        module(X)
+    for arguments, error in (
+        ({"implementation": "other"}, ValueError),
+        ({"local_window_size": -1}, ValueError),
+    ):
+        module = build(MultiHeadAttention, decode=True, **arguments)
+        module.init_cache(X.shape)
+        with pytest.raises(error, match=next(iter(arguments))):
+            module(X)
+
+
+@pytest.mark.parametrize("precision", ["highest", "default"])
+def test_precision_is_that_of_attention_too(precision):
+    module = build(MultiHeadAttention, precision=precision, implementation="reference")
+    text = str(jax.make_jaxpr(lambda x: module(x))(X))
+    # Three projections, two products of attention, the output.
+    assert text.count(f"Precision.{precision.upper()}") >= 6
+    assert {"highest": "Precision.DEFAULT", "default": "Precision.HIGHEST"}[precision] not in text
