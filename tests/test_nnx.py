@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from flax_pallas_attn import aot
 from flax_pallas_attn.attention import attention_fn
 from flax_pallas_attn.masking import Positions, SegmentIds
 from flax_pallas_attn.nnx import MultiHeadAttention
@@ -649,3 +650,50 @@ def test_precision_is_that_of_attention_too(precision):
     # Three projections, two products of attention, the output.
     assert text.count(f"Precision.{precision.upper()}") >= 6
     assert {"highest": "Precision.DEFAULT", "default": "Precision.HIGHEST"}[precision] not in text
+
+
+def test_projections_are_sharded_as_flax_has_it():
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), (jax.sharding.AxisType.Explicit,) * 2)
+    module = build(MultiHeadAttention)
+    expected = module(X, is_causal=True)
+    with jax.set_mesh(mesh):
+        graph, state = nnx.split(module)
+        state = jax.device_put(state, jax.sharding.NamedSharding(mesh, PartitionSpec()))
+        output = nnx.merge(graph, state)(
+            jax.device_put(X, jax.sharding.NamedSharding(mesh, PartitionSpec("data"))),
+            is_causal=True,
+            qkv_sharding=PartitionSpec("data", None, "tensor", None),
+            out_sharding=PartitionSpec("data", None, None),
+        )
+        assert jax.typeof(output).sharding.spec == PartitionSpec("data", None, None)
+    assert_close(output, expected)
+
+
+@pytest.mark.tpu_compile
+def test_training_and_decoding_compile_for_tpu_with_the_kernels():
+    module = MultiHeadAttention(
+        8,
+        512,
+        num_kv_heads=2,
+        dtype=jnp.bfloat16,
+        rotary=Rotary(),
+        local_window_size=(127, 0),
+        decode=True,
+        rngs=nnx.Rngs(0),
+    )
+    module.init_cache((2, 200, 512))
+    graph, params, cache = nnx.split(module, nnx.Param, ...)
+
+    def loss(params, x):
+        return nnx.merge(graph, params, cache)(x, decode=False, is_causal=True).sum()
+
+    def decode(params, cache, x):
+        module = nnx.merge(graph, params, cache)
+        output = module(x)
+        return output, nnx.state(module, nnx.Cache)
+
+    prompt, token = (jax.ShapeDtypeStruct((2, t, 512), jnp.bfloat16) for t in (150, 1))
+    training = aot.compile_for_tpu(jax.grad(loss), params, prompt)
+    assert set(training.kernels) == {"flash_forward", "flash_backward"}
+    for x in (prompt, token):
+        assert aot.compile_for_tpu(decode, params, cache, x).kernels == ("paged_attention",)
