@@ -5,6 +5,7 @@ All else in the cache holds NaN.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -102,21 +103,25 @@ XLA_CASES = (
 )
 
 
-def make_call(case: Case, seed: int = 0) -> tuple[Call, np.ndarray]:
-    """Draws a case's arrays, and what its output must be, `[tokens, N, Hv]` float64."""
+def make_call(case: Case, seed: int = 0, spare_pages: int = 3) -> tuple[Call, np.ndarray]:
+    """Draws a case's arrays, and what its output must be, `[tokens, N, Hv]` float64.
+
+    Pages lie scattered; `spare_pages` of them belong to nobody.
+    """
     rng = np.random.default_rng(seed)
     value_dim = case.value_head_dim or case.head_dim
     sequences = len(case.counts)
     tokens = sum(case.counts) + case.padding
-    num_pages = sum(-(-length // case.page_size) for length in case.lengths) + 3
+    num_pages = sum(-(-length // case.page_size) for length in case.lengths) + spare_pages
 
     def draw(*shape):
-        return np.asarray(jnp.asarray(rng.standard_normal(shape), case.dtype))
+        return rng.standard_normal(shape).astype(jnp.dtype(case.dtype))
 
     query = draw(tokens, case.heads, case.head_dim)
     key = np.full((tokens, case.kv_heads, case.head_dim), np.nan, query.dtype)
     value = np.full((tokens, case.kv_heads, value_dim), np.nan, query.dtype)
-    cache = PagedKVCache.create(
+    create = functools.partial(
+        PagedKVCache.create,
         num_layers=2,
         num_pages=num_pages,
         page_size=case.page_size,
@@ -125,6 +130,7 @@ def make_call(case: Case, seed: int = 0) -> tuple[Call, np.ndarray]:
         value_head_dim=value_dim,
         dtype=case.dtype,
     )
+    cache = jax.eval_shape(create)
     pages = np.full(cache.pages.shape, np.nan, query.dtype)
     page_table = np.full((sequences, case.table_pages), num_pages - 1, np.int32)
     scattered = rng.permutation(num_pages)

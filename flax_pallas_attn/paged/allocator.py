@@ -73,8 +73,11 @@ class PageAllocator:
           All its pages: one row of the page table.
 
         Raises:
+          ValueError: `num_tokens` is negative.
           OutOfPagesError: Fewer are free than it lacks.
         """
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens={num_tokens} must not be negative.")
         needed = -(-num_tokens // self.page_size)
         return [*pages, *self.allocate(max(0, needed - len(pages)))]
 
