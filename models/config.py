@@ -141,6 +141,7 @@ PRESETS: dict[PresetName, GPTConfig] = {
         rotary=Rotary(),
         normalization="rmsnorm",
         mlp="swiglu",
+        normalize_query_key=True,
         use_bias=False,
         tie_head=True,
     ),

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -17,7 +16,6 @@ from models.gpt import GPT
 from models.sampling import Sampling, sample
 
 DEFAULT_PAGE_SIZE = 16
-PROMPT_BUCKET_TOKENS = 64  # prompts are padded to multiples, so that few lengths are compiled
 
 
 def generate(
@@ -81,7 +79,7 @@ def stream(
       sampling: How tokens are drawn.
       seed: Of the draws: the same seed gives the same tokens.
       stop_tokens: Token ids that end a sequence; they are not part of it.
-      num_pages: Pages of the cache; None for as many as the sequences need at their longest.
+      num_pages: Pages of the cache; None for enough to hold the sequences at their longest.
       page_size: Tokens per page.
 
     Yields:
@@ -96,12 +94,12 @@ def stream(
     # The last token of a sequence is never written: nothing comes after it.
     longest = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
     if num_pages is None:
-        num_pages = sum(-(-tokens // page_size) for tokens in longest)
+        num_pages = _few_sizes(sum(-(-tokens // page_size) for tokens in longest))
     allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
-    pages = [allocator.grow([], num_tokens=tokens) for tokens in longest]
-    page_table = np.zeros((len(prompts), max(map(len, pages))), np.int32)
-    for row, owned in zip(page_table, pages, strict=True):
-        row[: len(owned)] = owned
+    page_table = np.zeros((len(prompts), -(-model.config.context_tokens // page_size)), np.int32)
+    for row, tokens in zip(page_table, longest, strict=True):
+        pages = allocator.grow([], num_tokens=tokens)
+        row[: len(pages)] = pages
     cache = model.create_cache(num_pages=num_pages, page_size=page_size)
     return _steps(
         model, prompts, cache, page_table, max_new_tokens, sampling, seed, frozenset(stop_tokens)
@@ -121,7 +119,7 @@ def _steps(
     graphdef, parameters = nnx.split(model)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    flat = np.zeros(-(-starts[-1] // PROMPT_BUCKET_TOKENS) * PROMPT_BUCKET_TOKENS, np.int32)
+    flat = np.zeros(_few_sizes(starts[-1]), np.int32)
     flat[: starts[-1]] = [token for prompt in prompts for token in prompt]
 
     key = jax.random.key(seed)
@@ -190,6 +188,11 @@ def append_and_sample(
         logits_at=logits_at,
     )
     return sample(logits, key, sampling), cache
+
+
+def _few_sizes(size: int) -> int:
+    """The next power of two: what is padded to it is compiled for few sizes."""
+    return 1 << (int(size) - 1).bit_length()
 
 
 def _check(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:

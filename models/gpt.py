@@ -11,14 +11,12 @@ from flax_pallas_attn.nnx import MultiHeadAttention
 from flax_pallas_attn.paged.cache import PagedKVCache, token_places
 from models.config import GPTConfig
 
-EMBEDDING_STDDEV = 0.02
-
 
 class GPT(nnx.Module):
     """Tokens in, logits of the next token out.
 
-    One set of parameters has two forms: `__call__` takes rows of equal length, to train and to
-    score; `paged` takes tokens of any number of sequences and attends to a paged cache, to generate.
+    One set of parameters serves two forms. `__call__` takes rows of equal length: to train, to
+    score. `paged` takes tokens of any number of sequences and keeps a paged cache: to generate.
 
     >>> import jax.numpy as jnp
     >>> from models.config import PRESETS
@@ -287,7 +285,8 @@ def _embedding(num_embeddings: int, config: GPTConfig, rngs: nnx.Rngs) -> nnx.Em
         num_embeddings,
         config.width,
         dtype=config.compute_dtype,
-        embedding_init=nnx.initializers.normal(EMBEDDING_STDDEV),
+        # With this spread a tied head gives logits of unit variance at first.
+        embedding_init=nnx.initializers.normal(config.width**-0.5),
         rngs=rngs,
     )
 
@@ -304,7 +303,7 @@ def _norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
 
 
 def _residual_init(config: GPTConfig) -> nnx.initializers.Initializer:
-    """Of what is added to the stream: scaled so that 2 additions per layer keep its size (GPT-2)."""
+    """Of what is added to the stream: 2 additions per layer keep its size (as in GPT-2)."""
     return nnx.initializers.variance_scaling(
         1 / (2 * config.num_layers), "fan_in", "truncated_normal"
     )

@@ -38,13 +38,31 @@ def main(arguments: Sequence[str]) -> int:
     """
     try:
         train(parse(arguments), rich.console.Console(soft_wrap=True, highlight=False))
-    except (InputError, CheckpointError, OSError) as error:
+    except (InputError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # of the text, metrics.jsonl or loss.png
+        print(
+            f"error: {error}\nComplete checkpoints are untouched; mend the cause and run the same "
+            "command again to continue from the last one.",
+            file=sys.stderr,
+        )
         return 1
     except Interrupted as interrupted:
         return 128 + interrupted.signal_number
     return 0
 
 
+def _report_unraisable(unraisable) -> None:
+    """Prints what Python could not raise, but for the echo of a checkpoint that failed.
+
+    When one write fails, orbax raises and closes its event loop; the other writes fail too, and
+    report it to the loop that is gone.
+    """
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
+
+
 if __name__ == "__main__":
+    sys.unraisablehook = _report_unraisable
     sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,8 @@
 """Checkpoints of a run, with orbax: written aside and renamed when complete."""
 
+import errno
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +32,23 @@ class Checkpoints:
           keep: How many of the latest to keep.
           asynchronous: Whether `save` returns before everything is written.
         """
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every phase of a write
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # errors are raised as well
         self._directory = directory.absolute()
         self._manager = ocp.CheckpointManager(
             self._directory,
+            item_handlers=ocp.StandardCheckpointHandler(),
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep,
                 cleanup_tmp_directories=True,
                 enable_async_checkpointing=asynchronous,
             ),
         )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     def latest_step(self) -> int | None:
         """Of the last complete checkpoint; None if there is none."""
@@ -55,7 +64,7 @@ class Checkpoints:
         Raises:
           CheckpointError: This one, or the one before, could not be written.
         """
-        self._guard(lambda: self._manager.save(step, args=ocp.args.StandardSave(state)))
+        self._guard(lambda: self._save(step, state))
 
     def wait(self) -> None:
         """Returns when everything is written.
@@ -80,7 +89,7 @@ class Checkpoints:
         differences = [
             f"{name}: {_describe(saved.get(name))} in the checkpoint, "
             f"{_describe(expected.get(name))} in this run"
-            for name in sorted(saved.keys() | expected.keys())
+            for name in expected | saved
             if _describe(saved.get(name)) != _describe(expected.get(name))
         ]
         if differences:
@@ -93,8 +102,23 @@ class Checkpoints:
         return self._manager.restore(step, args=ocp.args.StandardRestore(like))
 
     def close(self) -> None:
-        """Waits for what is being written, and lets go of the directory."""
+        """Waits for what is being written, and lets go of the directory.
+
+        Raises:
+          CheckpointError: The last checkpoint could not be written.
+        """
+        self.wait()
         self._manager.close()
+
+    def _save(self, step: int, state: Any) -> None:
+        size_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        free_bytes = shutil.disk_usage(self._directory).free
+        if free_bytes < size_bytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"it needs {size_bytes:,} bytes and the disk has {free_bytes:,} left",
+            )
+        self._manager.save(step, args=ocp.args.StandardSave(state))
 
     def _guard(self, write) -> None:
         try:

@@ -195,14 +195,14 @@ RECIPES: dict[PresetName, TrainConfig] = {
     "tiny": TrainConfig(
         preset="tiny",
         name="tiny",
-        steps=3000,
+        steps=2000,
         batch_size=8,
         row_tokens=128,
         model=PRESETS["tiny"],
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=100),
-        evaluation=EvaluationConfig(every_steps=500, tokens=32_768),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100),
+        evaluation=EvaluationConfig(every_steps=250, tokens=32_768),
         checkpoint=CheckpointConfig(every_steps=500),
-        sample=SampleConfig(new_tokens=100),
+        sample=SampleConfig(new_tokens=120),
     ),
     # Source: Brown et al., 2020 (arXiv 2005.14165), table 2.1: rate and batch of a GPT this size.
     "gpt2": TrainConfig(

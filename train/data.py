@@ -33,7 +33,8 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     """
     if not config.directory.is_dir():
         raise InputError(
-            f"data.directory={str(config.directory)!r} is not a directory; give one with .txt files."
+            f"data.directory={str(config.directory)!r} is not a directory; "
+            "give one with .txt files."
         )
     files = sorted(config.directory.glob("*.txt"))
     names = [file.name for file in files]

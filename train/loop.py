@@ -18,7 +18,7 @@ from models.generate import stream
 from models.gpt import GPT
 from train.checkpoint import Checkpoints
 from train.config import InputError, TrainConfig
-from train.data import check_length, read_text, training_batch, validation_batches
+from train.data import Batch, check_length, read_text, training_batch, validation_batches
 from train.mesh import by_row, data_mesh, replicated
 from train.metrics import MetricsFile, Progress, plot_loss
 from train.step import (
@@ -80,7 +80,6 @@ def train(config: TrainConfig, console: rich.console.Console) -> None:
     if start_step:
         state = checkpoints.restore(start_step, state)
         console.print(f"{directory} goes on after step {start_step}.")
-    train_step = make_train_step(graphdef, optimizer, config.seed)
     evaluation_step = make_evaluation_step(graphdef)
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.parameters))
     console.print(
@@ -88,28 +87,31 @@ def train(config: TrainConfig, console: rich.console.Console) -> None:
         f"{len(validation_text):,} to validate on, {mesh.size} device(s)"
     )
 
+    def batch_of(step: int) -> Batch:
+        batch = training_batch(
+            training_text,
+            seed=config.seed,
+            step=step,
+            batch_size=config.batch_size,
+            row_tokens=config.row_tokens,
+        )
+        return jax.device_put(batch, by_row(mesh))
+
     metrics = MetricsFile(directory / "metrics.jsonl", resume_step=start_step)
     progress = Progress(console, start_step=start_step, steps=config.steps)
-    clock = TokenClock()
-    with jax.set_mesh(mesh), StopSignals() as signals, progress:
+    with checkpoints, jax.set_mesh(mesh), StopSignals() as signals, progress:
+        train_step = make_train_step(graphdef, optimizer, config.seed)
+        train_step = train_step.lower(state, batch_of(start_step + 1), start_step + 1).compile()
+        clock = TokenClock()
         for step in range(start_step + 1, config.steps + 1):
-            batch = training_batch(
-                training_text,
-                seed=config.seed,
-                step=step,
-                batch_size=config.batch_size,
-                row_tokens=config.row_tokens,
-            )
-            state, step_metrics = train_step(state, jax.device_put(batch, by_row(mesh)), step)
-            if step == start_step + 1:
-                jax.block_until_ready(state)
-                clock.restart()  # compiling is no part of the speed
-            else:
-                clock.count(batch.inputs.size)
+            batch = batch_of(step)
+            state, step_metrics = train_step(state, batch, step)
+            clock.count(batch.inputs.size)
 
             is_last = step == config.steps
             evaluates = is_last or step % config.evaluation.every_steps == 0
-            if evaluates or step % config.log_every_steps == 0:
+            is_logged = evaluates or step % config.log_every_steps == 0
+            if is_logged:
                 record = {
                     "step": step,
                     "loss": float(step_metrics.loss),  # waits for the step
@@ -123,14 +125,14 @@ def train(config: TrainConfig, console: rich.console.Console) -> None:
                     )
                 metrics.append(record)
                 progress.update(record)
-                if evaluates:
-                    plot_loss(metrics.read(), directory / "loss.png", title=config.name)
-                clock.restart()
             if is_last or signals.received or step % config.checkpoint.every_steps == 0:
                 checkpoints.save(step, state)
+            if evaluates:
+                plot_loss(metrics.read(), directory / "loss.png", title=config.name)
+            if is_logged:
+                clock.restart()
             if signals.received:
                 break
-    checkpoints.close()
     if signals.received:
         console.print(f"Stopped after step {step}; the same command continues from there.")
         raise Interrupted(signals.received)

@@ -29,7 +29,6 @@ class StepMetrics(NamedTuple):
     grad_norm: jax.Array
 
 
-type TrainStep = Callable[[TrainState, Batch, int], tuple[TrainState, StepMetrics]]
 type EvaluationStep = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
 
 
@@ -73,8 +72,8 @@ def create_state(
 
 def make_train_step(
     graphdef: nnx.GraphDef[GPT], optimizer: optax.GradientTransformation, seed: int
-) -> TrainStep:
-    """The function `(state, batch, step) -> (state, metrics)`, compiled once; state is donated.
+) -> jax.stages.Wrapped:
+    """The jitted function `(state, batch, step) -> (state, metrics)`; the state is donated.
 
     Args:
       graphdef: Of the model.
@@ -97,7 +96,7 @@ def make_train_step(
             gradients, state.optimizer_state, state.parameters
         )
         parameters = optax.apply_updates(state.parameters, updates)
-        metrics = StepMetrics(loss=loss, grad_norm=optax.global_norm(gradients))
+        metrics = StepMetrics(loss=loss, grad_norm=optax.tree.norm(gradients))
         return TrainState(parameters, optimizer_state), metrics
 
     return jax.jit(train_step, donate_argnums=0)

@@ -1,0 +1,162 @@
+"""Generation on the paged cache: the tokens are those of the full forward pass."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from flax_pallas_attn.paged import OutOfPagesError
+from flax_pallas_attn.rotary import Rotary
+from models.config import GPTConfig
+from models.generate import append_and_sample, generate, stream
+from models.gpt import GPT
+from models.sampling import GREEDY, Sampling
+
+CONFIG = GPTConfig(
+    vocab_size=50,
+    context_tokens=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    width=64,
+    mlp_width=128,
+    rotary=Rotary(),
+    normalization="rmsnorm",
+    mlp="swiglu",
+    use_bias=False,
+    tie_head=True,
+    dtype="float32",
+)
+# 80 tokens that come again and again; many follow more than one other, so context decides.
+PASSAGE = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 80)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Trained until it knows the passage by heart."""
+    graphdef, parameters = nnx.split(GPT(CONFIG, rngs=nnx.Rngs(0)))
+    optimizer = optax.adam(3e-3)
+    text = np.tile(PASSAGE, 3)
+
+    @jax.jit
+    def step(parameters, optimizer_state, rows):
+        def loss(parameters):
+            logits = nnx.merge(graphdef, parameters)(rows[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
+
+        value, gradients = jax.value_and_grad(loss)(parameters)
+        updates, optimizer_state = optimizer.update(gradients, optimizer_state)
+        return optax.apply_updates(parameters, updates), optimizer_state, value
+
+    optimizer_state = optimizer.init(parameters)
+    generator = np.random.default_rng(1)
+    for _ in range(120):
+        rows = np.stack([text[i : i + 65] for i in generator.integers(0, 80, 8)])
+        parameters, optimizer_state, value = step(parameters, optimizer_state, rows)
+    assert value < 0.2, "the model has not learned the passage"
+    return nnx.merge(graphdef, parameters)
+
+
+def test_greedy_decoding_equals_the_full_forward_at_each_step(model):
+    """Case 28: 64 tokens, at least 20 of them different, no near ties."""
+    prompt = PASSAGE[:6].tolist()
+    [tokens] = generate(model, [prompt], max_new_tokens=64, sampling=GREEDY, page_size=8)
+
+    @jax.jit
+    def last_logits(row, length):
+        return model(row[None])[0, length - 1]
+
+    row = np.zeros(CONFIG.context_tokens, np.int32)
+    row[:6] = prompt
+    expected, margins = [], []
+    for length in range(6, 70):
+        second, first = np.sort(last_logits(row, length))[-2:]
+        margins.append(first - second)
+        row[length] = np.argmax(last_logits(row, length))
+        expected.append(int(row[length]))
+    assert min(margins) > 1e-3
+    assert len(set(expected)) >= 20
+    assert tokens == expected
+
+
+def test_prompts_of_different_lengths_decode_as_if_alone(model):
+    prompts = [PASSAGE[start : start + size].tolist() for start, size in ((0, 1), (9, 8), (40, 6))]
+    together = generate(model, prompts, max_new_tokens=9, sampling=GREEDY)
+    for prompt, tokens in zip(prompts, together, strict=True):
+        assert [tokens] == generate(model, [prompt], max_new_tokens=9, sampling=GREEDY)
+
+
+def test_sequences_end_at_stop_tokens(model):
+    prompts = [PASSAGE[:6].tolist(), PASSAGE[30:36].tolist()]
+    full = generate(model, prompts, max_new_tokens=12, sampling=GREEDY)
+    stop = full[0][4]
+    ends = [tokens.index(stop) if stop in tokens else 12 for tokens in full]
+    stopped = generate(model, prompts, max_new_tokens=12, sampling=GREEDY, stop_tokens=[stop])
+    assert stopped == [tokens[:end] for tokens, end in zip(full, ends, strict=True)]
+    steps = list(stream(model, prompts, max_new_tokens=12, sampling=GREEDY, stop_tokens=[stop]))
+    assert steps[ends[0]][0] is None
+    assert steps[ends[0]][1] == full[1][ends[0]], "the other goes on"
+
+
+def test_stream_yields_each_token_as_it_is_drawn(model):
+    steps = stream(model, [PASSAGE[:6].tolist()], max_new_tokens=64, sampling=GREEDY)
+    [first], [second] = next(steps), next(steps)
+    assert [first, second] == PASSAGE[6:8].tolist()
+    steps.close()
+
+
+def test_decoding_compiles_once(model):
+    """One program reads the prompt, one decodes; another prompt of about its length needs none."""
+    append_and_sample.clear_cache()
+    generate(model, [PASSAGE[:6].tolist()], max_new_tokens=30, sampling=GREEDY)
+    assert append_and_sample._cache_size() == 2
+    generate(model, [PASSAGE[3:11].tolist()], max_new_tokens=40, sampling=GREEDY, seed=3)
+    assert append_and_sample._cache_size() == 2
+
+
+def test_the_seed_decides_the_draws(model):
+    def draw(seed):
+        prompts = [PASSAGE[:6].tolist()]
+        return generate(
+            model, prompts, max_new_tokens=30, sampling=Sampling(temperature=3.0), seed=seed
+        )
+
+    assert draw(0) == draw(0)
+    assert draw(0) != draw(1)
+
+
+def test_out_of_capacity_is_said_before_anything_runs(model):
+    prompt = PASSAGE[:6].tolist()
+    with pytest.raises(ValueError, match=r"prompts\[0\] has 6 tokens.*at most 90 tokens"):
+        stream(model, [prompt], max_new_tokens=91, sampling=GREEDY)
+    [tokens] = generate(model, [prompt], max_new_tokens=90, sampling=GREEDY)
+    assert len(tokens) == 90
+    with pytest.raises(OutOfPagesError, match=r"num_pages=4 or more"):
+        stream(model, [prompt] * 2, max_new_tokens=20, sampling=GREEDY, num_pages=3)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "max_new_tokens", "message"),
+    [
+        ([], 5, "prompts is empty"),
+        ([[1], []], 5, r"prompts\[1\] is empty"),
+        ([[1, 50]], 5, r"prompts\[0\] has token ids from 1 to 50; the model knows 0 to 49"),
+        ([[1]], 0, "max_new_tokens=0 must be at least 1"),
+    ],
+)
+def test_wrong_prompts_are_named(model, prompts, max_new_tokens, message):
+    with pytest.raises(ValueError, match=message):
+        stream(model, prompts, max_new_tokens=max_new_tokens, sampling=GREEDY)
+
+
+def test_learned_positions_decode_too():
+    config = dataclasses.replace(CONFIG, rotary=None, normalization="layernorm", mlp="gelu")
+    model = GPT(config, rngs=nnx.Rngs(0))
+    prompt = PASSAGE[:6].tolist()
+    [tokens] = generate(model, [prompt], max_new_tokens=20, sampling=GREEDY)
+    logits = jax.jit(model)(jnp.array([prompt + tokens]))[0, 5:-1]
+    assert tokens == np.argmax(logits, axis=-1).tolist()
