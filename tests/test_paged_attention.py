@@ -1,5 +1,6 @@
 """Paged attention through the public function: every implementation, wrong ones, wrong calls."""
 
+import dataclasses
 import functools
 import re
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flax_pallas_attn import aot
 from flax_pallas_attn.paged import PagedKVCache, paged_attention
 from tests.paged_conformance import CASES, XLA_CASES, Case, check, make_call
 
@@ -216,14 +218,14 @@ def decode(lengths=(5, 12), heads=4, kv_heads=2, head_dim=16, dtype="float32", *
         ),
         ({"local_window_size": -1}, ValueError, "local_window_size=-1 must not be negative"),
         ({"sinks": jnp.ones(2)}, ValueError, "sinks has shape (2,); expected one per query head"),
-        ({"implementation": "cuda"}, ValueError, "implementation='cuda' must be one of"),
+        ({"implementation": "cuda"}, ValueError, "implementation='cuda' is not known"),
         ({"tree_mask": jnp.ones((2, 2))}, NotImplementedError, "tree_mask is not supported yet"),
         ({"sharding": object()}, NotImplementedError, "sharding is not supported yet"),
         ({"bias": jnp.ones((4, 2))}, NotImplementedError, "only Alibi is"),
         (
             {"sinks": jnp.ones(4), "implementation": "pallas"},
             NotImplementedError,
-            "the Pallas kernel cannot take this call: sinks is not supported",
+            "kernel cannot take this call: sinks is not in the paged Pallas kernel yet",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -277,3 +279,59 @@ def test_takes_the_kernel_where_it_is_compiled_for_tpu():
     )
     assert "tpu_custom_call" in lowered.lower(lowering_platforms=("tpu",)).as_text()
     assert "tpu_custom_call" not in lowered.lower(lowering_platforms=("cpu",)).as_text()
+
+
+def test_pallas_is_for_tpu_alone():
+    with pytest.raises(ValueError, match="Only interpret mode is supported on CPU"):
+        decode(implementation="pallas")
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_a_shard_map_over_heads(implementation, check_vma, interpret):
+    call, expected = make_call(Case(name="", counts=(1, 9), lengths=(20, 9), padding=0))
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    heads = jax.P(None, "tensor")
+    pages = dataclasses.replace(call.cache, pages=jax.P(None, None, "tensor"))
+    names = ("page_table", "kv_lengths", "query_starts")
+
+    def attend(query, cache, key, value, tables):
+        return paged_attention(
+            query,
+            cache,
+            key=key,
+            value=value,
+            layer=1,
+            **dict(zip(names, tables, strict=True)),
+            implementation=implementation,
+        )
+
+    output, cache = jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=(heads, pages, heads, heads, jax.P()),
+        out_specs=(heads, pages),
+        check_vma=check_vma,
+    )(
+        call.query,
+        call.cache,
+        call.arguments["key"],
+        call.arguments["value"],
+        tuple(call.arguments[name] for name in names),
+    )
+    np.testing.assert_allclose(output, expected, atol=5e-6)
+    assert cache.pages.shape == call.cache.pages.shape
+
+
+@pytest.mark.tpu_compile
+def test_warns_where_the_kernel_declines_on_tpu():
+    call, _ = make_call(Case(name="", counts=(1,), lengths=(9,), page_size=5))
+    arguments = {**call.arguments, "query": call.query, "cache": call.cache}
+    del arguments["layer"], arguments["local_window_size"], arguments["logits_soft_cap"]
+
+    def attend(arguments):
+        return paged_attention(arguments.pop("query"), arguments.pop("cache"), **arguments)
+
+    with pytest.warns(UserWarning, match=re.escape("page_size=5 is not a multiple of 8")):
+        program = aot.compile_for_tpu(attend, arguments, topology="v5e")
+    assert program.kernels == ()

@@ -72,9 +72,8 @@ def test_token_places():
 @pytest.mark.parametrize("sizes", [(16, 16), (80, 48)])
 def test_tokens_land_in_their_pages_and_nowhere_else(sizes):
     key, value = new_tokens(7, head_dim=sizes[0], value_head_dim=sizes[1])
-    cache = PagedKVCache.create(
-        **{**SIZES, "head_dim": sizes[0]}, value_head_dim=sizes[1], dtype="float32"
-    )
+    sizes_of_both = {**SIZES, "head_dim": sizes[0], "value_head_dim": sizes[1]}
+    cache = PagedKVCache.create(**sizes_of_both, dtype="float32")
     cache = cache.write(key, value, layer=1, **TABLES)
     # Token 4 lies beyond its table, tokens 5 and 6 are padding.
     for token, page, slot in ((0, 5, 3), (1, 2, 0), (2, 2, 1), (3, 3, 3)):

@@ -14,11 +14,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flax_pallas_attn import aot
 from flax_pallas_attn.kernels import paged
+from flax_pallas_attn.kernels.paged_tiles import PagedTiles
 from flax_pallas_attn.masking import Mask
 from flax_pallas_attn.paged import PagedKVCache, paged_attention
 from tests.paged_conformance import Case, assert_close, make_call
 
-SMALL_TILES = paged.PagedTiles(query_tokens=32, tile_tokens=16, block_pages=2)
+SMALL_TILES = PagedTiles(query_tokens=32, tile_tokens=16, block_pages=2)
 SEQUENCES, TABLE_PAGES, PAGE_SIZE, TOKENS = 4, 9, 8, 96
 
 

@@ -10,8 +10,8 @@ division. Rows are taken in tiles: small ones for a few tokens, large ones for a
 Source: Dao et al., 2022 (arXiv 2205.14135), algorithm 1; Kwon et al., 2023 (arXiv 2309.06180).
 """
 
-import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,73 +21,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flax_pallas_attn.kernels import tiles as tiles_lib
 from flax_pallas_attn.kernels.online_softmax import LOG2_E, dot, finite
+from flax_pallas_attn.kernels.paged_tiles import (
+    ALIGNMENT,
+    BUFFERS,
+    MOST_SMALL_TILES,
+    SMALL_ROWS,
+    PagedTiles,
+    default_tiles,
+)
 from flax_pallas_attn.masking import Mask, Tokens
-
-ALIGNMENT = 16  # rows and tokens: what both bfloat16 and float32 tiles divide
-BUFFERS = 2  # blocks of pages in VMEM: one is used while the next arrives
-SMALL_ROWS = 16  # of the tile for a few rows
-MOST_SMALL_TILES = 4  # a sequence of more rows goes through large tiles
-LARGE_ROWS = 256  # of the tile for many rows
-MOST_LARGE_TILES = 4  # in a grid step
-BLOCK_BYTES = 1 << 20  # of a block of pages: long enough a copy to hide its latency
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PagedTiles:
-    """Sizes of the kernel's tiles.
-
-    Attributes:
-      query_tokens: Tokens of a grid step, a multiple of `tile_tokens`.
-      tile_tokens: Tokens of a large tile of rows, a multiple of 16.
-      block_pages: Pages of a block.
-    """
-
-    query_tokens: int
-    tile_tokens: int
-    block_pages: int
-
-
-def default_tiles(query: jax.Array, pages: jax.Array, page_table: jax.Array) -> PagedTiles:
-    """Tiles that fit the VMEM of the generation compiled for.
-
-    Raises:
-      NotImplementedError: None do.
-    """
-    tokens, heads, _ = query.shape
-    kv_heads, page_size, lanes = pages.shape[2:]
-    limit = tiles_lib.vmem_limit_bytes()
-    block_tokens = BLOCK_BYTES // (kv_heads * lanes * pages.dtype.itemsize)
-    block_pages = min(max(block_tokens, 128), 512) // page_size
-    block_pages = min(max(block_pages, 1), page_table.shape[1])
-    tile = LARGE_ROWS // (heads // kv_heads) // ALIGNMENT * ALIGNMENT
-    tile = min(max(tile, ALIGNMENT), tiles_lib.pad_to(tokens, ALIGNMENT))
-    most_tiles = min(pl.cdiv(tokens, tile), MOST_LARGE_TILES)
-    sizes = [(count * tile, tile) for count in range(most_tiles, 0, -1)] + [(ALIGNMENT, ALIGNMENT)]
-    for block in (block_pages, 1):
-        for query_tokens, tile_tokens in sizes:
-            tiles = PagedTiles(
-                query_tokens=query_tokens, tile_tokens=tile_tokens, block_pages=block
-            )
-            if vmem_bytes(tiles, query, pages) <= limit:
-                return tiles
-    raise NotImplementedError(
-        f"Pages of {page_size} tokens, {kv_heads} key/value heads and {lanes} lanes, and "
-        f"{heads} query heads, do not fit {limit} bytes of VMEM. Use smaller pages, or "
-        'implementation="xla".'
-    )
-
-
-def vmem_bytes(tiles: PagedTiles, query: jax.Array, pages: jax.Array) -> int:
-    """Estimate: blocks of pages, pipelined queries and outputs, running softmax, live tiles."""
-    kv_heads, page_size, lanes = pages.shape[2:]
-    group = query.shape[1] // kv_heads
-    block_tokens = tiles.block_pages * page_size
-    itemsize = pages.dtype.itemsize
-    rows = kv_heads * tiles.query_tokens * group
-    row_bytes = 2 * (lanes + tiles_lib.LANES) * itemsize + (lanes + 2 * tiles_lib.LANES) * 4
-    scores = max(tiles.tile_tokens * group, SMALL_ROWS) * tiles_lib.pad_to(block_tokens, 128)
-    blocks = BUFFERS * kv_heads * block_tokens * lanes * itemsize
-    return blocks + rows * row_bytes + 4 * (4 * scores + 2 * block_tokens * lanes)
 
 
 class _Tables(NamedTuple):
@@ -158,7 +100,9 @@ def attend(
     Returns:
       `[tokens, N, Hv]` in the query's dtype.
     """
-    tiles = tiles or default_tiles(query, pages, page_table)
+    if tiles is None:
+        tiles = default_tiles(query, pages, page_table)
+        assert tiles is not None, "reasons_against has been asked"
     tokens, heads, head_dim = query.shape
     num_pages, kv_heads, page_size, lanes = pages.shape[1:]
     table_pages = page_table.shape[1]
@@ -414,7 +358,7 @@ def cost(query, pages, page_table, mask: Mask, value_dim: int) -> pl.CostEstimat
     keys = table_pages * page_size
     if mask.upper is not None:
         keys = min(keys, mask.upper + 1)
-    page_bytes = pages.dtype.itemsize * pages[0, 0].size
+    page_bytes = pages.dtype.itemsize * math.prod(pages.shape[2:])
     return pl.CostEstimate(
         flops=2 * tokens * heads * keys * (head_dim + value_dim),
         transcendentals=tokens * heads * keys,

@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,16 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from flax_pallas_attn.kernels import paged as kernel
+from flax_pallas_attn.kernels.paged_tiles import reasons_against
 from flax_pallas_attn.kernels.tiles import tpu_kind
 from flax_pallas_attn.logits import Alibi, Logits
 from flax_pallas_attn.masking import Mask
 from flax_pallas_attn.paged import gather
 from flax_pallas_attn.paged.cache import PagedKVCache, token_places
-
-MOST_TABLE_ENTRIES = 200_000  # that the kernel keeps in a TPU's scalar memory, 1 MiB in all
+from flax_pallas_attn.sharding import vary_alike
 
 Implementation = Literal["pallas", "xla", "reference"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 
 def paged_attention(
@@ -141,7 +142,8 @@ _write = jax.jit(PagedKVCache.write)
 
 @functools.partial(jax.jit, static_argnames="implementation")
 def _attend(query, cache, *, implementation, **arguments) -> jax.Array:
-    output = _choose(implementation)(query, cache, **arguments)
+    query, cache, arguments = vary_alike((query, cache, arguments))
+    output = _choose(query, cache, arguments, implementation)(query, cache, **arguments)
     kv_lengths = arguments["kv_lengths"]
     sequence, position = token_places(query.shape[0], kv_lengths, arguments["query_starts"])
     overflows = cache.overflows(arguments["page_table"], kv_lengths)
@@ -149,57 +151,49 @@ def _attend(query, cache, *, implementation, **arguments) -> jax.Array:
     return jnp.where(is_lost[:, None, None], jnp.nan, output)
 
 
-def _choose(implementation: Implementation | None) -> Callable[..., jax.Array]:
-    implementations = {
-        None: _by_platform,
-        "pallas": _kernel,
-        "xla": gather.attend_blockwise,
-        "reference": gather.attend,
-    }
-    if implementation not in implementations:
-        names = ", ".join(repr(name) for name in implementations)
-        raise ValueError(f"implementation={implementation!r} must be one of {names}.")
-    return implementations[implementation]
-
-
-def _by_platform(query, cache, **arguments) -> jax.Array:
-    xla = functools.partial(gather.attend_blockwise, **arguments)
-    try:
-        return jax.lax.platform_dependent(
-            query, cache, tpu=functools.partial(_kernel, **arguments), default=xla
+def _choose(query, cache, arguments, implementation) -> Callable[..., jax.Array]:
+    """The implementation that takes the call."""
+    if implementation == "reference":
+        return gather.attend
+    if implementation == "xla":
+        return gather.attend_blockwise
+    if implementation not in (None, "pallas"):
+        raise ValueError(
+            f"implementation={implementation!r} is not known; use None or one of {IMPLEMENTATIONS}."
         )
-    except NotImplementedError as reason:
-        if tpu_kind() is not None:
-            warnings.warn(f"paged_attention takes the slower XLA form: {reason}", stacklevel=2)
-        return xla(query, cache)
-
-
-def _kernel(query, cache, *, page_table, logits, **arguments) -> jax.Array:
-    reasons = [f"{name} is not supported" for name in logits.used if name != "logits_soft_cap"]
-    if cache.dtype not in (jnp.bfloat16, jnp.float32):
-        reasons.append(f"dtype {cache.dtype} is not bfloat16 or float32")
-    if cache.page_size % 8:
-        reasons.append(f"page_size={cache.page_size} is not a multiple of 8")
-    if page_table.size > MOST_TABLE_ENTRIES:
-        reasons.append(f"page_table has more than {MOST_TABLE_ENTRIES} entries: {page_table.size}")
+    reasons = reasons_against(query, cache.pages, arguments["page_table"], arguments["logits"])
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     unplaced = [name for name, size, kind in axes if size > 1 and kind != AxisType.Manual]
     if unplaced:
-        reasons.append(f"the mesh axes {unplaced} are not placed by jax.shard_map")
-    if reasons:
-        raise NotImplementedError(
-            f"the Pallas kernel cannot take this call: {'; '.join(reasons)}. Change that, or use "
-            'implementation="xla".'
-        )
+        reasons.append(f"XLA cannot split the kernel over the mesh axes {unplaced}: use shard_map")
+    if not reasons:
+        return _kernel if implementation == "pallas" else _by_platform
+    refusal = f"The paged Pallas kernel cannot take this call: {'; '.join(reasons)}."
+    if implementation == "pallas":
+        raise NotImplementedError(f'{refusal} Change that, or use implementation="xla".')
+    if tpu_kind() is not None:
+        warnings.warn(f'{refusal} implementation="xla" does.', stacklevel=3)
+    return gather.attend_blockwise
+
+
+def _kernel(query, cache, *, logits, **arguments) -> jax.Array:
     return kernel.attend(
         query,
         cache.pages,
         value_start=cache.value_start,
         value_dim=cache.value_head_dim,
-        page_table=page_table,
         soft_cap=logits.soft_cap,
         **arguments,
+    )
+
+
+def _by_platform(query, cache, **arguments) -> jax.Array:
+    return jax.lax.platform_dependent(
+        query,
+        cache,
+        tpu=functools.partial(_kernel, **arguments),
+        default=functools.partial(gather.attend_blockwise, **arguments),
     )
 
 

@@ -13,6 +13,7 @@ from flax_pallas_attn import reference
 from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask, Positions, Tokens
 from flax_pallas_attn.paged.cache import PagedKVCache, token_places
+from flax_pallas_attn.sharding import vary_alike
 
 BLOCK_TOKENS = 128  # keys of a sequence that are gathered at a time
 TILE_TOKENS = 128  # most queries of a sequence that share a gathered block
@@ -125,6 +126,7 @@ def attend_blockwise(
         jnp.zeros((*rows, 1), accumulator),
         jnp.zeros((*rows, cache.value_head_dim), accumulator),
     )
+    carry, _ = vary_alike((carry, query))
     greatest, total, output = jax.lax.fori_loop(first, last + 1, attend_block, carry)
     sees_nothing = greatest == -jnp.inf
     if logits.sinks is not None:
