@@ -72,14 +72,14 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("options",))
 def _attend(query, key, value, mask, options: _Options):
-    return flash_forward(
-        query,
-        key,
-        value,
-        mask,
-        **_as_arguments(options),
-        reuse_query=query.shape[-1] == value.shape[-1],
-    )
+    forward = functools.partial(flash_forward, **_as_arguments(options))
+    fresh = functools.partial(forward, reuse_query=False)
+    if query.shape[-1] != value.shape[-1]:
+        return fresh(query, key, value, mask)
+    # Elsewhere the kernel is interpreted, which gives an output in reused memory the shape of its
+    # tiles and not its own (jax 0.12).
+    reusing = functools.partial(forward, reuse_query=True)
+    return jax.lax.platform_dependent(query, key, value, mask, tpu=reusing, default=fresh)
 
 
 def _attend_forward(query, key, value, mask, options: _Options):
