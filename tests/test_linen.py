@@ -35,6 +35,8 @@ def assert_close(got, expected):
 
 
 X, Y, Z = normal(2, 7, 12), normal(2, 9, 12, seed=1), normal(2, 9, 12, seed=2)
+# Runs operation by operation: where the implementation does not matter, nothing has to be compiled.
+PLAIN = {"implementation": "reference"}
 SIZES = {"num_heads": 4, "qkv_features": 16, "out_features": 10}
 
 
@@ -156,13 +158,13 @@ def with_scales(variables):
 
 
 def test_extras_equal_nnx():
-    module = build(MultiHeadDotProductAttention, **EXTRAS)
+    module = build(MultiHeadDotProductAttention, **EXTRAS, **PLAIN)
     variables = with_scales(module.init(jax.random.key(0), X))
     segments = jnp.array([[0, 0, 0, 0, 2, 2, -1]] * 2)
     positions = jnp.array([0, 1, 2, 3, 0, 2, 9])
     call = {"segment_ids": segments, "positions": positions, "is_causal": True}
     output = module.apply(variables, X, **call)
-    assert_close(output, nnx_twin(variables, **EXTRAS)(X, **call))
+    assert_close(output, nnx_twin(variables, **EXTRAS, **PLAIN)(X, **call))
     pair = SegmentIds(query=segments, key=segments)
     np.testing.assert_array_equal(
         module.apply(variables, X, **call | {"segment_ids": pair}), output
@@ -170,7 +172,7 @@ def test_extras_equal_nnx():
 
 
 def test_dropout_takes_flax_switches_and_streams():
-    module = build(MultiHeadDotProductAttention, dropout_rate=0.5)
+    module = build(MultiHeadDotProductAttention, dropout_rate=0.5, **PLAIN)
     variables = module.init(jax.random.key(0), X, deterministic=True)
     apply = functools.partial(module.apply, variables, X, deterministic=False)
     key, other = jax.random.split(jax.random.key(1))
@@ -181,9 +183,9 @@ def test_dropout_takes_flax_switches_and_streams():
     # The argument goes before the stream.
     both = apply(rngs={"dropout": other}, dropout_rng=key)
     np.testing.assert_array_equal(both, by_argument)
-    plain = build(MultiHeadDotProductAttention).apply(variables, X)
+    plain = build(MultiHeadDotProductAttention, **PLAIN).apply(variables, X)
     assert_close(module.apply(variables, X, deterministic=True), plain)
-    twin = nnx_twin(variables, dropout_rate=0.5)
+    twin = nnx_twin(variables, dropout_rate=0.5, **PLAIN)
     assert_close(by_argument, twin(X, deterministic=False, rngs=_Stream(key)))
 
 
@@ -218,11 +220,18 @@ def test_inside_a_callers_shard_map(check_vma):
 
 @pytest.mark.parametrize(("leading", "jit"), [((), True), ((2, 3), True), ((2,), False)], ids=str)
 def test_prompt_and_single_tokens_equal_full_forward(leading, jit):
-    module = build(MultiHeadDotProductAttention, decode=True, page_size=8, **EXTRAS)
+    implementation = None if jit else "reference"
+    module = build(
+        MultiHeadDotProductAttention,
+        decode=True,
+        page_size=8,
+        implementation=implementation,
+        **EXTRAS,
+    )
     x = normal(*leading, 11, 12)
     variables = with_scales(module.init(jax.random.key(0), x))
     parameters = {"params": variables["params"]}
-    full = build(MultiHeadDotProductAttention, **EXTRAS)
+    full = build(MultiHeadDotProductAttention, implementation="reference", **EXTRAS)
     expected = full.apply(parameters, x, is_causal=True)
 
     def step(variables, x):
@@ -244,7 +253,7 @@ def test_prompt_and_single_tokens_equal_full_forward(leading, jit):
 
 def test_a_cache_of_zeros_is_empty():
     """Caches are commonly made from shapes alone, without running `init`."""
-    module = build(MultiHeadDotProductAttention, decode=True)
+    module = build(MultiHeadDotProductAttention, decode=True, **PLAIN)
     variables = module.init(jax.random.key(0), X)
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), X))["cache"]
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -254,7 +263,7 @@ def test_a_cache_of_zeros_is_empty():
 
 
 def test_decoding_beyond_the_cache():
-    module = build(MultiHeadDotProductAttention, decode=True)
+    module = build(MultiHeadDotProductAttention, decode=True, **PLAIN)
     x = normal(2, 7, 12)
     variables = module.init(jax.random.key(0), x[:, :6])
     apply = functools.partial(module.apply, mutable=["cache"])
