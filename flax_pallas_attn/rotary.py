@@ -181,11 +181,13 @@ class Rotary:
         frequencies, factor = self.frequencies(dims)
         angles = positions[..., None, None].astype(jnp.float32) * frequencies.astype(np.float32)
         sine, cosine = factor * jnp.sin(angles), factor * jnp.cos(angles)
-        accumulator = jnp.promote_types(x.dtype, jnp.float32)
-        first = x[..., : dims // 2].astype(accumulator)
-        second = x[..., dims // 2 : dims].astype(accumulator)
-        turned = [first * cosine - second * sine, second * cosine + first * sine]
-        return jnp.concatenate([*(y.astype(x.dtype) for y in turned), x[..., dims:]], axis=-1)
+        # All features at once rather than half by half: on CPU twice as fast, with the projection
+        # before it and both gradients.
+        sine, cosine = (jnp.concatenate([half, half], axis=-1) for half in (sine, cosine))
+        turning = x[..., :dims].astype(jnp.promote_types(x.dtype, jnp.float32))
+        first, second = jnp.split(turning, 2, axis=-1)
+        turned = turning * cosine + jnp.concatenate([-second, first], axis=-1) * sine
+        return jnp.concatenate([turned.astype(x.dtype), x[..., dims:]], axis=-1)
 
     def frequencies(self, dims: int) -> tuple[np.ndarray, float]:
         """Angle per position of each pair, float64 `[dims / 2]`, and the factor on sine and cosine.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import time
 from pathlib import Path
 
@@ -137,12 +138,13 @@ def plot_loss(records: list[dict], path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def _smooth(values: list[float], memory: float = 0.9) -> list[float]:
-    """Exponential mean, corrected for its start as Adam's moments are."""
-    mean, smoothed = 0.0, []
-    for count, value in enumerate(values, 1):
-        mean = memory * mean + (1 - memory) * value
-        smoothed.append(mean / (1 - memory**count))
+def _smooth(values: list[float]) -> list[float]:
+    """Each value's mean with its neighbours, as many on either side; so it neither lags nor leads."""
+    reach = len(values) // 40
+    smoothed = []
+    for index in range(len(values)):
+        side = min(reach, index, len(values) - 1 - index)
+        smoothed.append(statistics.fmean(values[index - side : index + side + 1]))
     return smoothed
 
 
