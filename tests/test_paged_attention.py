@@ -40,6 +40,9 @@ def test_runs_in_float64(implementation, x64):
     )
 
 
+write = jax.jit(PagedKVCache.write)
+
+
 def by_sequence(change):
     """A wrong implementation: the tables that are read differ from the true ones."""
 
@@ -47,7 +50,7 @@ def by_sequence(change):
         tables = {
             name: arguments.pop(name) for name in ("page_table", "kv_lengths", "query_starts")
         }
-        cache = cache.write(key, value, layer=layer, **tables)
+        cache = write(cache, key, value, layer=layer, **tables)
         changed = {**tables, "local_window_size": local_window_size, "layer": layer}
         changed |= change(**changed)
         return paged_attention(query, cache, **changed, **arguments, implementation="xla")
@@ -141,6 +144,34 @@ def test_reads_alone_where_layers_share_a_cache():
     )
     np.testing.assert_allclose(output, expected, atol=5e-6)
     assert unchanged.pages is cache.pages
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_layer_after_layer_copies_no_cache(implementation):
+    create = functools.partial(
+        PagedKVCache.create, num_layers=3, num_pages=1024, page_size=16, num_kv_heads=2, head_dim=64
+    )
+    cache = jax.eval_shape(create)
+
+    def layers(cache, x, tables):
+        for layer in range(3):
+            x, cache = paged_attention(
+                x,
+                cache,
+                key=x[:, :2],
+                value=x[:, 2:],
+                layer=layer,
+                **tables,
+                implementation=implementation,
+            )
+        return x, cache
+
+    x = jax.ShapeDtypeStruct((2, 4, 64), jnp.bfloat16)
+    lowered = jax.jit(layers, donate_argnums=0).lower(cache, x, tables((5, 12)))
+    memory = lowered.compile().memory_analysis()
+    cache_bytes = cache.pages.size * 2
+    assert memory.alias_size_in_bytes == cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes // 16
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -93,7 +93,7 @@ def test_any_ragged_call(window, interpret):
 @pytest.mark.parametrize("window", [None, 1, 11])
 def test_any_ragged_call_by_the_hundred(window, interpret):
     @hypothesis.given(ragged_cases(window), st.integers(0, 1000))
-    @hypothesis.settings(max_examples=300)
+    @hypothesis.settings(max_examples=200)
     def run(case, seed):
         check_drawn(case, seed)
 
@@ -141,6 +141,19 @@ def test_reads_only_the_pages_that_window_and_length_allow(monkeypatch, interpre
     table = np.asarray(call.arguments["page_table"])
     live = [*table[0, -9:].tolist(), *table[1, :2].tolist()]  # 128 / 16 + 1 pages, and all of 20
     assert started == collections.Counter(live)
+
+
+@pytest.mark.parametrize(("window", "keys", "pages"), [(None, 320, 20), (99, 100, 8)])
+def test_cost_is_arithmetic(window, keys, pages):
+    """4 decodes, 20 pages each: every page once, or those that a window of 100 can touch."""
+    query = jax.ShapeDtypeStruct((4, 8, 64), jnp.bfloat16)
+    cache = jax.ShapeDtypeStruct((2, 100, 2, 16, 128), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((4, 20), jnp.int32)
+    cost = paged.cost(query, cache, table, Mask(lower=0, upper=window), 64)
+    assert cost.flops == 2 * 4 * 8 * keys * (64 + 64)
+    assert cost.transcendentals == 4 * 8 * keys
+    page_bytes = 2 * 16 * 128 * 2
+    assert cost.bytes_accessed == 4 * pages * page_bytes + 2 * 4 * 8 * 64 * 2
 
 
 def compile_call(
@@ -260,7 +273,7 @@ SHAPES = {
         "sequences": 1,
         "tokens": 2048,
         "table_pages": 2048,
-        "num_pages": 2048,
+        "num_pages": 8192,
     },
 }
 

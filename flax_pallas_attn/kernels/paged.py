@@ -153,7 +153,7 @@ def attend(
             grid=(steps,),
             in_specs=[
                 pl.BlockSpec((kv_heads, rows, key_lanes), lambda i, *_: (0, i, 0)),
-                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec(memory_space=pltpu.HBM),
             ],
             out_specs=pl.BlockSpec((kv_heads, rows, value_lanes), lambda i, *_: (0, i, 0)),
             scratch_shapes=[
@@ -169,7 +169,7 @@ def attend(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=tiles_lib.vmem_limit_bytes()
         ),
-        cost_estimate=cost(query, pages, page_table, mask, value_dim),
+        cost_estimate=cost(query, pages, page_table, mask, value_dim, steps),
         name="paged_attention",
     )(*tables, rows_of_head, pages)
     first = value_start - _value_base(value_start)
@@ -350,18 +350,22 @@ def _kernel(
     output_ref[...] = (scratch.output[...] * inverse).astype(output_ref.dtype)
 
 
-def cost(query, pages, page_table, mask: Mask, value_dim: int) -> pl.CostEstimate:
+def cost(query, pages, page_table, mask: Mask, value_dim: int, steps: int = 1) -> pl.CostEstimate:
     """An upper bound: every sequence as long as its row of the page table."""
     tokens, heads, head_dim = query.shape
     sequences, table_pages = page_table.shape
     page_size = pages.shape[3]
     keys = table_pages * page_size
+    read_pages = table_pages
     if mask.upper is not None:
         keys = min(keys, mask.upper + 1)
+        queries = pl.cdiv(tokens, steps)
+        read_pages = min(pl.cdiv(mask.upper + queries, page_size) + 1, table_pages)
     page_bytes = pages.dtype.itemsize * math.prod(pages.shape[2:])
     return pl.CostEstimate(
         flops=2 * tokens * heads * keys * (head_dim + value_dim),
         transcendentals=tokens * heads * keys,
-        bytes_accessed=sequences * min(pl.cdiv(keys, page_size) + 1, table_pages) * page_bytes
+        # A step reads the pages of its sequences; one sequence may go on from step to step.
+        bytes_accessed=(sequences + steps - 1) * read_pages * page_bytes
         + tokens * heads * (head_dim + value_dim) * query.dtype.itemsize,
     )
