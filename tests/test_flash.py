@@ -1,0 +1,141 @@
+"""The flash kernels in the interpreter: the conformance suite, and what is their own."""
+
+import dataclasses
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from flax_pallas_attn.kernels import flash
+from flax_pallas_attn.kernels import tiles as tiles_lib
+from flax_pallas_attn.kernels.flash_forward import flash_forward
+from flax_pallas_attn.kernels.tiles import Tiles
+from flax_pallas_attn.logits import Logits
+from flax_pallas_attn.masking import Mask
+from tests import conformance
+from tests.conformance import Case
+
+# Small enough that a few hundred tokens are several tiles, and two chunks of them.
+TILES = Tiles(
+    query=128,
+    key=128,
+    key_chunk=256,
+    backward_key=128,
+    backward_query=128,
+    backward_query_chunk=256,
+)
+LACKS = ("logits_soft_cap", "bias", "bias=Alibi", "sinks", "dropout")
+QUERIES, KEYS = 300, 333
+
+attend = functools.partial(flash.attend, tiles=TILES)
+
+# A case takes some 4 s to compile for the interpreter: these meet each branch of the kernels.
+QUICK = {
+    "causal, aligned at the end, shared by a group of two, float32",
+    "window, float32",
+    "segments, causal, window, bfloat16",
+    "positions, segments, causal, rule, float32",
+    "dense, causal, segments, float32",
+    "dense, of keys, float32",
+    "six heads, three KV heads, sizes 40 and 24, float32",
+    "129 queries, 127 keys, float32",
+    "one of each, float32",
+    "half a row and a whole row of padding, float32",
+    "nan in keys left of the window",
+    "nan in another document, causal",
+}
+
+
+# A score of -inf hides its key here, as exp says; the reference answers NaN.
+CHECKS = [
+    check
+    for check in conformance.checks(queries=QUERIES, keys=KEYS, without=LACKS)
+    if "-inf in another document" not in str(check)
+]
+assert {str(check) for check in CHECKS} >= QUICK
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, marks=() if str(check) in QUICK else pytest.mark.slow, id=str(check))
+        for check in CHECKS
+    ],
+)
+def test_conforms(check, interpret):
+    check(attend)
+
+
+@pytest.mark.slow
+@hypothesis.given(conformance.drawn_cases(most=400))
+@hypothesis.settings(max_examples=150)
+def test_drawn(case):
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        conformance.check_case(attend, dataclasses.replace(case, logits=lambda *_: Logits()))
+
+
+CAUSAL = Case(
+    name="causal, two chunks, a group of two",
+    batch=1,
+    heads=2,
+    kv_heads=1,
+    queries=QUERIES,
+    keys=KEYS,
+    mask=lambda case, random: Mask(lower=0, query_offset=20),
+)
+
+
+@pytest.mark.parametrize("case", [CAUSAL, dataclasses.replace(CAUSAL, heads=1)], ids=["2", "1"])
+def test_key_gradients_summed_in_hbm(case, interpret, monkeypatch):
+    """As where the gradients of all keys do not fit in VMEM: very long sequences."""
+    monkeypatch.setattr(tiles_lib, "key_gradients_fit", lambda tiles, shape: False)
+    conformance.check_case(functools.partial(flash.attend, tiles=TILES), case)
+
+
+def test_no_races():
+    """Two chunks of keys and of queries, whose sums pass from one grid step to the next."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        conformance.check_case(functools.partial(flash.attend, tiles=TILES), CAUSAL)
+    assert not interpret_pallas_call.races.races_found
+
+
+def test_output_in_the_query_s_memory(interpret):
+    """By value: the race detector does not see that two names are one buffer."""
+    query, key, value = (
+        jnp.asarray(np.random.default_rng(i).standard_normal((1, 2, 256, 16)), jnp.float32)
+        for i in range(3)
+    )
+    forward = functools.partial(
+        flash_forward, scale=0.25, precision=None, tiles=dataclasses.replace(TILES, key_chunk=128)
+    )
+    mask = Mask(lower=0)
+    fresh = forward(query, key, value, mask, reuse_query=False)
+    reused = forward(query, key, value, mask, reuse_query=True)
+    jax.tree.map(np.testing.assert_array_equal, reused, fresh)
+
+
+@pytest.mark.parametrize("queries", [40, 300])
+def test_any_length_without_gradients(queries, interpret):
+    """The forward pass by itself, value as large as key: what may reuse the query's memory."""
+    case = Case(name="forward", batch=1, queries=queries, keys=150)
+    call = conformance.make_call(case, "float32")
+    output, logsumexp = jax.jit(
+        lambda arrays: attend(**arrays, mask=call.mask, logits=call.logits, scale=0.25)
+    )(call.arrays)
+    expected = conformance.truth(case, "float32")
+    tolerance = conformance.TOLERANCE["float32"]
+    conformance.assert_close(np.asarray(output), expected["output"], tolerance, "output")
+    conformance.assert_close(np.asarray(logsumexp), expected["logsumexp"], tolerance, "logsumexp")
+
+
+def test_default_tiles(interpret):
+    """Those that are chosen where no TPU is known of."""
+    conformance.check_case(
+        flash.attend, dataclasses.replace(CAUSAL, heads=1, queries=150, keys=600)
+    )
