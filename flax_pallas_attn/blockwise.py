@@ -120,10 +120,10 @@ def _forward(plan, query, key, value, mask, logits):
     batch, kv_heads, group = tiles.batch, tiles.kv_heads, tiles.group
     value_size = value.shape[-1]
     sums = jnp.promote_types(query.dtype, jnp.float32)
-    key_is_finite = _is_finite(key) & _is_finite(value)
-    q = tiles.grouped(jnp.where(_is_finite(query), query, jnp.nan))
-    k = tiles.pad_keys(jnp.where(key_is_finite, key, jnp.nan), 2)
-    v_turned = _turned(tiles.pad_keys(jnp.where(key_is_finite, value, 0), 2))
+    poison = _poison(key) + _poison(value)
+    q = tiles.grouped((query + _poison(query)).astype(query.dtype))
+    k = tiles.pad_keys((key + poison).astype(key.dtype), 2)
+    v_turned = _turned(tiles.pad_keys(jnp.where(poison == 0, value, 0), 2))
 
     def query_tile(i, results):
         q_tile = tiles.cut_queries(q, i, 3)
@@ -202,12 +202,13 @@ def _backward(
     """
     tiles = _Tiles(plan, query, key, mask, logits)
     sums = logsumexp.dtype
-    # rowsum(dO O) - dlogsumexp: what each row's dP is compared with. Where it is not finite, the
-    # row is made NaN as a whole.
+    # rowsum(dO O) - dlogsumexp, which each row's dP is compared with.
     offset = (output_gradient.astype(sums) * output.astype(sums)).sum(-1) - logsumexp_gradient
     logsumexp = jnp.where(jnp.isfinite(offset), logsumexp, jnp.nan)
-    key_is_finite = _is_finite(key) & _is_finite(value)
-    q, do = (tiles.grouped(jnp.where(_is_finite(x), x, 0)) for x in (query, output_gradient))
+    # A row that is NaN, or that sees nothing, says so in its logsumexp alone.
+    row_is_finite = jnp.isfinite(logsumexp)[..., None]
+    key_is_finite = _poison(key) + _poison(value) == 0
+    q, do = (tiles.grouped(jnp.where(row_is_finite, x, 0)) for x in (query, output_gradient))
     k, v = (tiles.pad_keys(jnp.where(key_is_finite, x, 0), 2) for x in (key, value))
     k_turned = _turned(k)
     offset, lse = tiles.grouped(offset), tiles.grouped(logsumexp)
@@ -457,8 +458,12 @@ def _loop(start, stop, step, running):
     return jax.lax.fori_loop(start, stop, step, running)
 
 
-def _is_finite(x: jax.Array) -> jax.Array:
-    return jnp.isfinite(x).all(axis=-1, keepdims=True)
+def _poison(x: jax.Array) -> jax.Array:
+    """NaN for rows that hold NaN or inf, else 0: `[..., 1]`.
+
+    On CPU a sum is several times as fast as `isfinite(x).all()`.
+    """
+    return (x.astype(jnp.promote_types(x.dtype, jnp.float32)) * 0).sum(-1, keepdims=True)
 
 
 def _turned(x: jax.Array) -> jax.Array:

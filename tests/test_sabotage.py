@@ -70,7 +70,7 @@ BLOCKWISE = [
     Mutation("blockwise.py", "0, -probability", "0, +probability", "sink"),
     Mutation("blockwise.py", "weights / (1 - logits", "weights / (1 + logits", "dropout"),
     Mutation("blockwise.py", "x / (1 - logits", "x / (1 + logits", "dropout"),
-    Mutation("blockwise.py", "key, jnp.nan)", "key, 0.0)", "nan"),
+    Mutation("blockwise.py", "key, query) * self.plan", "key, query) / self.plan"),
     Mutation("blockwise.py", "tile.sum(shared", "tile.max(shared", "bias"),
     Mutation("blockwise.py", "visible & is_finite", "visible | is_finite", "bias"),
     Mutation("blockwise.py", "i * self.plan.query_size + jnp", "i * self.plan.key_size + jnp"),
