@@ -27,37 +27,41 @@ PAIRS = 60
 TARGET_RATIO = 1.03
 
 
-class FlaxAttention(nnx.MultiHeadAttention):
+class FlaxAttention(nnx.Module):
     """flax's module behind the call of `models.gpt.Block`."""
 
+    def __init__(self, attention: nnx.MultiHeadAttention):
+        """Wraps it."""
+        self.attention = attention
+
     def __call__(self, inputs, *, is_causal, segment_ids, positions, deterministic, rngs):
+        """Attends; no segments and no positions, which flax's module does not have."""
         if segment_ids is not None or positions is not None:
             raise NotImplementedError("flax's module has no segments and no positions.")
-        return super().__call__(inputs, is_causal=is_causal, deterministic=deterministic, rngs=rngs)
+        return self.attention(inputs, is_causal=is_causal, deterministic=deterministic, rngs=rngs)
 
 
 def with_flax_attention(model: GPT) -> GPT:
     """A copy of the model, same parameters, with flax's module in each block."""
     config = model.config
+    rope = nnx.RoPE(config.rotary.base)  # pyright: ignore[reportOptionalMemberAccess]
     model = nnx.clone(model)
     for block in model.blocks:
-        attention = FlaxAttention(
+        attention = nnx.MultiHeadAttention(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             in_features=config.width,
             dtype=config.compute_dtype,
             use_bias=config.use_bias,
             normalize_qk=config.normalize_query_key,  # with the modules that replace its own below
-            attention_fn=functools.partial(
-                nnx.dot_product_attention_with_rope, rope=nnx.RoPE(config.rotary.base)
-            ),
+            attention_fn=functools.partial(nnx.dot_product_attention_with_rope, rope=rope),
             decode=False,
             keep_rngs=False,
             rngs=nnx.Rngs(0),
         )
         for name in ("query", "key", "value", "out", "query_ln", "key_ln"):
             setattr(attention, name, getattr(block.attention, name))
-        block.attention = attention
+        block.attention = FlaxAttention(attention)  # pyright: ignore[reportAttributeAccessIssue]
     return model
 
 

@@ -33,6 +33,8 @@ CONFIG = GPTConfig(
 )
 # 80 tokens that come again and again; many follow more than one other, so context decides.
 PASSAGE = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 80)
+PROMPT = PASSAGE[:6].tolist()
+PROMPTS = [PASSAGE[start : start + size].tolist() for start, size in ((0, 1), (9, 8), (40, 6))]
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +65,14 @@ def model():
 
 def test_greedy_decoding_equals_the_full_forward_at_each_step(model):
     """Case 28: 64 tokens, at least 20 of them different, no near ties."""
-    prompt = PASSAGE[:6].tolist()
-    [tokens] = generate(model, [prompt], max_new_tokens=64, sampling=GREEDY, page_size=8)
+    [tokens] = generate(model, [PROMPT], max_new_tokens=64, sampling=GREEDY)
 
     @jax.jit
     def last_logits(row, length):
         return model(row[None])[0, length - 1]
 
     row = np.zeros(CONFIG.context_tokens, np.int32)
-    row[:6] = prompt
+    row[:6] = PROMPT
     expected, margins = [], []
     for length in range(6, 70):
         second, first = np.sort(last_logits(row, length))[-2:]
@@ -84,59 +85,62 @@ def test_greedy_decoding_equals_the_full_forward_at_each_step(model):
 
 
 def test_prompts_of_different_lengths_decode_as_if_alone(model):
-    prompts = [PASSAGE[start : start + size].tolist() for start, size in ((0, 1), (9, 8), (40, 6))]
-    together = generate(model, prompts, max_new_tokens=9, sampling=GREEDY)
-    for prompt, tokens in zip(prompts, together, strict=True):
+    together = generate(model, PROMPTS, max_new_tokens=9, sampling=GREEDY)
+    for prompt, tokens in zip(PROMPTS, together, strict=True):
         assert [tokens] == generate(model, [prompt], max_new_tokens=9, sampling=GREEDY)
 
 
 def test_sequences_end_at_stop_tokens(model):
-    prompts = [PASSAGE[:6].tolist(), PASSAGE[30:36].tolist()]
-    full = generate(model, prompts, max_new_tokens=12, sampling=GREEDY)
-    stop = full[0][4]
-    ends = [tokens.index(stop) if stop in tokens else 12 for tokens in full]
-    stopped = generate(model, prompts, max_new_tokens=12, sampling=GREEDY, stop_tokens=[stop])
-    assert stopped == [tokens[:end] for tokens, end in zip(full, ends, strict=True)]
-    steps = list(stream(model, prompts, max_new_tokens=12, sampling=GREEDY, stop_tokens=[stop]))
-    assert steps[ends[0]][0] is None
-    assert steps[ends[0]][1] == full[1][ends[0]], "the other goes on"
+    full = generate(model, PROMPTS, max_new_tokens=9, sampling=GREEDY)
+    stop = full[1][4]
+    ends = [tokens.index(stop) if stop in tokens else 9 for tokens in full]
+    assert min(ends) < 9 == max(ends), "some end early, some do not"
+    steps = list(stream(model, PROMPTS, max_new_tokens=9, sampling=GREEDY, stop_tokens=[stop]))
+    columns = [list(column) for column in zip(*steps, strict=True)]
+    for tokens, end, column in zip(full, ends, columns, strict=True):
+        assert column == tokens[:end] + [None] * (9 - end)
+
+
+def test_generation_ends_when_all_sequences_have(model):
+    [full] = generate(model, [PROMPT], max_new_tokens=64, sampling=GREEDY)
+    [tokens] = generate(
+        model, [PROMPT], max_new_tokens=64, sampling=GREEDY, stop_tokens=[full[3], full[2]]
+    )
+    assert tokens == full[:2]
 
 
 def test_stream_yields_each_token_as_it_is_drawn(model):
-    steps = stream(model, [PASSAGE[:6].tolist()], max_new_tokens=64, sampling=GREEDY)
+    steps = stream(model, [PROMPT], max_new_tokens=64, sampling=GREEDY)
     [first], [second] = next(steps), next(steps)
     assert [first, second] == PASSAGE[6:8].tolist()
-    steps.close()
 
 
 def test_decoding_compiles_once(model):
     """One program reads the prompt, one decodes; another prompt of about its length needs none."""
-    append_and_sample.clear_cache()
-    generate(model, [PASSAGE[:6].tolist()], max_new_tokens=30, sampling=GREEDY)
-    assert append_and_sample._cache_size() == 2
-    generate(model, [PASSAGE[3:11].tolist()], max_new_tokens=40, sampling=GREEDY, seed=3)
-    assert append_and_sample._cache_size() == 2
+    before = append_and_sample._cache_size()
+    generate(model, [PROMPT], max_new_tokens=30, sampling=GREEDY, num_pages=5)
+    assert append_and_sample._cache_size() == before + 2
+    other = PASSAGE[3:11].tolist()
+    generate(model, [other], max_new_tokens=40, sampling=GREEDY, num_pages=5, seed=3)
+    assert append_and_sample._cache_size() == before + 2
 
 
 def test_the_seed_decides_the_draws(model):
     def draw(seed):
-        prompts = [PASSAGE[:6].tolist()]
-        return generate(
-            model, prompts, max_new_tokens=30, sampling=Sampling(temperature=3.0), seed=seed
-        )
+        hot = Sampling(temperature=3.0)
+        return generate(model, [PROMPT], max_new_tokens=64, sampling=hot, seed=seed)
 
     assert draw(0) == draw(0)
     assert draw(0) != draw(1)
 
 
 def test_out_of_capacity_is_said_before_anything_runs(model):
-    prompt = PASSAGE[:6].tolist()
     with pytest.raises(ValueError, match=r"prompts\[0\] has 6 tokens.*at most 90 tokens"):
-        stream(model, [prompt], max_new_tokens=91, sampling=GREEDY)
-    [tokens] = generate(model, [prompt], max_new_tokens=90, sampling=GREEDY)
+        stream(model, [PROMPT], max_new_tokens=91, sampling=GREEDY)
+    [tokens] = generate(model, [PROMPT], max_new_tokens=90, sampling=GREEDY)
     assert len(tokens) == 90
     with pytest.raises(OutOfPagesError, match=r"num_pages=4 or more"):
-        stream(model, [prompt] * 2, max_new_tokens=20, sampling=GREEDY, num_pages=3)
+        stream(model, [PROMPT] * 2, max_new_tokens=20, sampling=GREEDY, num_pages=3)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +160,6 @@ def test_wrong_prompts_are_named(model, prompts, max_new_tokens, message):
 def test_learned_positions_decode_too():
     config = dataclasses.replace(CONFIG, rotary=None, normalization="layernorm", mlp="gelu")
     model = GPT(config, rngs=nnx.Rngs(0))
-    prompt = PASSAGE[:6].tolist()
-    [tokens] = generate(model, [prompt], max_new_tokens=20, sampling=GREEDY)
-    logits = jax.jit(model)(jnp.array([prompt + tokens]))[0, 5:-1]
+    [tokens] = generate(model, [PROMPT], max_new_tokens=20, sampling=GREEDY)
+    logits = jax.jit(model)(jnp.array([PROMPT + tokens]))[0, 5:-1]
     assert tokens == np.argmax(logits, axis=-1).tolist()

@@ -103,6 +103,7 @@ def train(config: TrainConfig, console: rich.console.Console) -> None:
         train_step = make_train_step(graphdef, optimizer, config.seed)
         train_step = train_step.lower(state, batch_of(start_step + 1), start_step + 1).compile()
         clock = TokenClock()
+        step = start_step
         for step in range(start_step + 1, config.steps + 1):
             batch = batch_of(step)
             state, step_metrics = train_step(state, batch, step)
@@ -193,14 +194,16 @@ def print_sample(config: TrainConfig, model: GPT, console: rich.console.Console)
     console.rule("sample")
     console.print(config.sample.prompt, end="", markup=False, highlight=False)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for [token] in stream(
+    for tokens in stream(
         model,
         [config.sample.prompt.encode()],
         max_new_tokens=config.sample.new_tokens,
         sampling=config.sample.sampling(),
         seed=config.seed,
     ):
-        console.out(decoder.decode(bytes([token])), end="", highlight=False)
+        # An id that is no byte is shown as what is no text: 255 never occurs in UTF-8.
+        new_bytes = bytes(min(token, 255) for token in tokens if token is not None)
+        console.out(decoder.decode(new_bytes), end="", highlight=False)
     console.print()
 
 
@@ -230,7 +233,7 @@ class StopSignals:
     def __init__(self):
         self.received = 0
         """The number of the signal that came; 0 for none."""
-        self._previous = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
         self._previous = {

@@ -139,7 +139,7 @@ def plot_loss(records: list[dict], path: Path, title: str) -> None:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Each value's mean with its neighbours, as many on either side; so it neither lags nor leads."""
+    """Each value's mean with as many neighbours on either side, so that it does not lag."""
     reach = len(values) // 40
     smoothed = []
     for index in range(len(values)):
