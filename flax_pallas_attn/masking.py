@@ -115,15 +115,14 @@ class Mask:
         return self.segment_ids is None and self.positions is None
 
     @property
+    def is_band(self) -> bool:
+        """Whether a distance between positions that are known while tracing decides alone."""
+        return self.is_static and self.rule is None and self.dense is None
+
+    @property
     def hides_nothing(self) -> bool:
         """Whether every query sees every key."""
-        return (
-            self.is_static
-            and self.lower is None
-            and self.upper is None
-            and self.rule is None
-            and self.dense is None
-        )
+        return self.is_band and self.lower is None and self.upper is None
 
     def visible(
         self, query: Tokens, key: Tokens, dense: jax.Array | None = None

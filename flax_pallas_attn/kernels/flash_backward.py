@@ -8,6 +8,7 @@ group: in VMEM where a head's fit, else in HBM.
 Source: Dao, 2023 (arXiv 2307.08691), algorithm 2, with one loop's sums held in VMEM.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -21,16 +22,15 @@ from flax_pallas_attn.kernels.flash_forward import visited_scores
 from flax_pallas_attn.kernels.mask_tiles import (
     MaskInputs,
     TileAxis,
-    for_each_tile,
+    Unit,
+    Walk,
     mask_inputs,
     mask_specs,
-    pack_spans,
-    read_span,
-    visible_tile,
+    visible_unit,
 )
 from flax_pallas_attn.kernels.online_softmax import LN_2, LOG2_E, dot, finite
-from flax_pallas_attn.kernels.tiles import Tiles
-from flax_pallas_attn.masking import Mask, tile_spans
+from flax_pallas_attn.kernels.tiles import BACKWARD_UNIT, Tiles
+from flax_pallas_attn.masking import Mask
 
 
 class _Inputs(NamedTuple):
@@ -96,13 +96,17 @@ def flash_backward(
     sums_in_hbm = group * chunks > 1 and not tiles_lib.key_gradients_fit(
         tiles, tiles_lib.shape_of(query, key, value, mask)
     )
-    sizes = (size, key_size, queries, keys)
-    spans = [] if mask.is_static else [pack_spans(tile_spans(mask, *sizes)[1])]
-
-    def span_of(b, j, spans_refs):
-        if mask.is_static:
-            return mask.query_span(j, *sizes)
-        return read_span(spans_refs[0], b, j, key_tiles)
+    walk = Walk(
+        mask=jax.tree.map(jax.typeof, mask),
+        by_query=False,
+        unit=BACKWARD_UNIT,
+        query_size=size,
+        key_size=key_size,
+        queries=queries,
+        keys=keys,
+    )
+    spans = dataclasses.replace(walk, mask=mask).spans()
+    prefetched = () if spans is None else (spans,)
 
     def index(b, n, g, c, j, *_):
         return b, n * group + g, c, j
@@ -156,18 +160,15 @@ def flash_backward(
     gradients = pl.pallas_call(
         functools.partial(
             _kernel,
-            mask=jax.tree.map(jax.typeof, mask),
-            span_of=span_of,
+            walk=walk,
             scale=scale,
             precision=precision,
             tiles=tiles,
-            queries=queries,
-            keys=keys,
             sums_in_hbm=sums_in_hbm,
         ),
         out_shape=_Gradients(like(query.shape, query.dtype), *key_shapes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(spans),
+            num_scalar_prefetch=len(prefetched),
             grid=(batch, kv_heads, group, chunks, key_tiles),
             in_specs=[in_specs],
             out_specs=_Gradients(in_specs.query, *key_specs),
@@ -186,7 +187,7 @@ def flash_backward(
         ),
         cost_estimate=_cost(query, key, value, mask, tiles, sums_in_hbm),
         name="flash_backward",
-    )(*spans, inputs)
+    )(*prefetched, inputs)
     if sums_in_hbm:
         gradients = gradients._replace(
             key=gradients.key[:, :, :keys].astype(key.dtype),
@@ -195,17 +196,7 @@ def flash_backward(
     return tuple(gradients)
 
 
-def _kernel(
-    *refs,
-    mask: Mask,
-    span_of,
-    scale: float,
-    precision,
-    tiles: Tiles,
-    queries: int,
-    keys: int,
-    sums_in_hbm: bool,
-):
+def _kernel(*refs, walk: Walk, scale: float, precision, tiles: Tiles, sums_in_hbm: bool):
     *spans_refs, inputs, query_ref, key_ref, value_ref, scratch = refs
     gradients = _Gradients(query_ref, key_ref, value_ref)
     batch_index, kv_head, member, chunk, key_tile = (pl.program_id(i) for i in range(5))
@@ -241,12 +232,16 @@ def _kernel(
             for sum_ref, hbm_ref in sums:
                 pltpu.sync_copy(hbm_tile(hbm_ref), sum_ref)
 
-    key, value = inputs.key[0, 0], inputs.value[0, 0]
-    key_transposed = finite(key).T
+    key_transposed = finite(inputs.key[0, 0]).T
+    width, step = walk.unit_queries, walk.unit_keys
 
-    def visit(tile, is_cut):
-        offset = tile * size
-        part = pl.ds(offset, size)
+    def visit(tile, units: list[Unit]):
+        for unit in units:
+            visit_unit(tile * size + unit.query, unit)
+
+    def visit_unit(offset, unit: Unit):
+        part, keys = pl.ds(offset, width), pl.ds(unit.key, step)
+        key, value = inputs.key[0, 0, keys, :], inputs.value[0, 0, keys, :]
         query = scratch.query[part, :]
         output_gradient = inputs.output_gradient[0, 0, part, :]
         # Zero times delta: what is not finite in a row's output or its gradient reaches the sums.
@@ -255,12 +250,13 @@ def _kernel(
         probabilities = jnp.exp2(dot(key, query, (1, 1), precision) - logsumexp)
         change = dot(value, output_gradient, (1, 1), precision) - delta
         score_gradient = probabilities * change
-        if is_cut:
-            visible = visible_tile(
-                mask,
+        if unit.is_cut:
+            first = chunk * tiles.backward_query_chunk + offset
+            visible = visible_unit(
+                walk.mask,
                 inputs.mask,
-                TileAxis(chunk * tiles.backward_query_chunk + offset, offset, size, queries),
-                TileAxis(key_tile * key_size, 0, key_size, keys),
+                TileAxis(first, offset, width, walk.query_stop),
+                TileAxis(key_tile * key_size + unit.key, unit.key, step, walk.key_stop),
             )
             probabilities = jnp.where(visible, probabilities, 0.0)
             score_gradient = jnp.where(visible, score_gradient, 0.0)
@@ -268,12 +264,16 @@ def _kernel(
         probabilities = probabilities.astype(value.dtype)
         score_gradient = score_gradient.astype(key.dtype)
         (key_sum, _), (value_sum, _) = sums
-        value_sum[...] += dot(probabilities, output_gradient, (1, 0), precision)
-        key_sum[...] += dot(score_gradient, query, (1, 0), precision)
-        scratch.query_gradient[:, part] += dot(key_transposed, score_gradient, (1, 0), precision)
+        value_sum[keys, :] += dot(probabilities, output_gradient, (1, 0), precision)
+        key_sum[keys, :] += dot(score_gradient, query, (1, 0), precision)
+        scratch.query_gradient[:, part] += dot(
+            key_transposed[:, unit.key : unit.key + step], score_gradient, (1, 0), precision
+        )
 
-    span = span_of(batch_index, key_tile, spans_refs)
-    for_each_tile(span, chunk * chunk_tiles, chunk_tiles, visit)
+    key_tile_index = key_tile if walk.keys > key_size else 0
+    span = walk.span(batch_index, key_tile_index, *spans_refs)
+    first = chunk * chunk_tiles if walk.queries > tiles.backward_query_chunk else 0
+    walk.visit(key_tile_index, span, first, chunk_tiles, visit)
 
     @pl.when(key_tile == key_tiles - 1)
     def _():

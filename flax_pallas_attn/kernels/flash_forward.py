@@ -2,11 +2,14 @@
 
 Grid: batch, query head, query tile, key chunk. A chunk of keys and values stands in VMEM (a whole
 head's, at usual lengths: consecutive query tiles and the query heads of a group then share one
-copy); within it a loop visits the tiles that the mask leaves, and masks only those that it cuts.
+copy); within it the query tile walks along the tiles that the mask leaves. The units of a tile are
+written out one after another, and the scores of a unit come some units before the softmax that
+uses them, so that the matrix unit does not wait for it.
 
 Source: Dao et al., 2022 (arXiv 2205.14135), algorithm 1; Dao, 2023 (arXiv 2307.08691), section 3.1.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -19,12 +22,11 @@ from flax_pallas_attn.kernels import tiles as tiles_lib
 from flax_pallas_attn.kernels.mask_tiles import (
     MaskInputs,
     TileAxis,
-    for_each_tile,
+    Unit,
+    Walk,
     mask_inputs,
     mask_specs,
-    pack_spans,
-    read_span,
-    visible_tile,
+    visible_unit,
 )
 from flax_pallas_attn.kernels.online_softmax import (
     LN_2,
@@ -34,8 +36,11 @@ from flax_pallas_attn.kernels.online_softmax import (
     not_finite_rows,
     softmax_step,
 )
-from flax_pallas_attn.kernels.tiles import Tiles
-from flax_pallas_attn.masking import Mask, tile_spans
+from flax_pallas_attn.kernels.tiles import FORWARD_UNIT, Tiles
+from flax_pallas_attn.masking import Mask
+
+LOOK_AHEAD = 5
+"""Units between the scores of a unit and its softmax."""
 
 
 class _Inputs(NamedTuple):
@@ -84,18 +89,22 @@ def flash_forward(
     query_tiles = pl.cdiv(queries, tiles.query)
     chunks = pl.cdiv(keys, tiles.key_chunk)
     chunk_tiles = tiles.key_chunk // tiles.key
-    sizes = (tiles.query, tiles.key, queries, keys)
-    spans = [] if mask.is_static else [pack_spans(tile_spans(mask, *sizes)[0])]
-
-    def span_of(b, i, spans_refs):
-        if mask.is_static:
-            return mask.key_span(i, *sizes)
-        return read_span(spans_refs[0], b, i, query_tiles)
+    walk = Walk(
+        mask=jax.tree.map(jax.typeof, mask),
+        by_query=True,
+        unit=FORWARD_UNIT,
+        query_size=tiles.query,
+        key_size=tiles.key,
+        queries=queries,
+        keys=keys,
+    )
+    spans = dataclasses.replace(walk, mask=mask).spans()
+    prefetched = () if spans is None else (spans,)
 
     def index(b, n, i, c, *spans_refs):
         """Batch, query head, query tile, and the nearest key chunk that this tile needs."""
         if chunks > 1:
-            span = span_of(b, i, spans_refs)
+            span = walk.span(b, i, *spans_refs)
             last = jnp.maximum(span.stop - 1, span.start) // chunk_tiles
             c = jnp.clip(c, jnp.minimum(span.start // chunk_tiles, chunks - 1), last)
         return b, n, i, c
@@ -116,13 +125,10 @@ def flash_forward(
     )
     kernel = functools.partial(
         _kernel,
-        mask=jax.tree.map(jax.typeof, mask),
-        span_of=span_of,
+        walk=walk,
         scale=scale,
         precision=precision,
         tiles=tiles,
-        queries=queries,
-        keys=keys,
     )
     like = functools.partial(
         jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(query).manual_axis_type
@@ -134,7 +140,7 @@ def flash_forward(
             like((batch, heads, 1, queries), jnp.float32),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(spans),
+            num_scalar_prefetch=len(prefetched),
             grid=(batch, heads, query_tiles, chunks),
             in_specs=[in_specs],
             out_specs=(
@@ -149,23 +155,21 @@ def flash_forward(
                 )
             ],
         ),
-        input_output_aliases={len(spans): 0} if reuse_query else {},
+        input_output_aliases={len(prefetched): 0} if reuse_query else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=tiles_lib.vmem_limit_bytes(),
         ),
         cost_estimate=forward_cost(query, key, value, mask, tiles),
         name="flash_forward",
-    )(*spans, inputs)
+    )(*prefetched, inputs)
     return output, logsumexp[:, :, 0]
 
 
-def _kernel(
-    *refs, mask: Mask, span_of, scale: float, precision, tiles: Tiles, queries: int, keys: int
-):
+def _kernel(*refs, walk: Walk, scale: float, precision, tiles: Tiles):
     *spans_refs, inputs, output_ref, logsumexp_ref, scratch = refs
-    batch_index, query_tile = pl.program_id(0), pl.program_id(2)
-    chunks = pl.cdiv(keys, tiles.key_chunk)
+    query_tile = pl.program_id(2) if walk.queries > tiles.query else 0
+    chunks = pl.cdiv(walk.keys, tiles.key_chunk)
     chunk = pl.program_id(3) if chunks > 1 else 0
 
     @pl.when(chunk == 0)
@@ -176,30 +180,49 @@ def _kernel(
 
     query = inputs.query[0, 0]
     query = (query.astype(jnp.float32) * (scale * LOG2_E)).astype(query.dtype)
+    width, step = walk.unit_queries, walk.unit_keys
 
-    def visit(tile, is_cut):
-        offset = tile * tiles.key
-        key = inputs.key[0, 0, pl.ds(offset, tiles.key), :]
-        value = inputs.value[0, 0, pl.ds(offset, tiles.key), :]
-        scores = dot(key, query, (1, 1), precision)
-        if is_cut:
-            visible = visible_tile(
-                mask,
-                inputs.mask,
-                TileAxis(query_tile * tiles.query, 0, tiles.query, queries),
-                TileAxis(chunk * tiles.key_chunk + offset, offset, tiles.key, keys),
+    def visit(tile, units: list[Unit]):
+        def keys_of(unit):
+            return pl.ds(tile * tiles.key + unit.key, step)
+
+        def scores_of(unit):
+            part = query[unit.query : unit.query + width]
+            return dot(inputs.key[0, 0, keys_of(unit), :], part, (1, 1), precision)
+
+        ahead = [scores_of(unit) for unit in units[:LOOK_AHEAD]]
+        running = {}
+        for i, unit in enumerate(units):
+            if i + LOOK_AHEAD < len(units):
+                ahead.append(scores_of(units[i + LOOK_AHEAD]))
+            scores = ahead.pop(0)
+            value = inputs.value[0, 0, keys_of(unit), :]
+            if unit.is_cut:
+                offset = tile * tiles.key + unit.key
+                first = query_tile * tiles.query + unit.query
+                visible = visible_unit(
+                    walk.mask,
+                    inputs.mask,
+                    TileAxis(first, unit.query, width, walk.query_stop),
+                    TileAxis(chunk * tiles.key_chunk + offset, offset, step, walk.key_stop),
+                )
+                scores = jnp.where(visible, scores + not_finite_rows(value), -jnp.inf)
+                value = finite(value)
+            lanes = pl.ds(unit.query, width)
+            maximum, total = running.get(unit.query) or (
+                scratch.maximum[:, lanes],
+                scratch.total[:, lanes],
             )
-            scores = jnp.where(visible, scores + not_finite_rows(value), -jnp.inf)
-            value = finite(value)
-        probabilities, shrink, scratch.maximum[...], scratch.total[...] = softmax_step(
-            scores, scratch.maximum[...], scratch.total[...]
-        )
-        weighted = dot(value, probabilities.astype(value.dtype), (0, 0), precision)
-        scratch.output[...] = scratch.output[...] * shrink + weighted
+            probabilities, shrink, *running[unit.query] = softmax_step(scores, maximum, total)
+            weighted = dot(value, probabilities.astype(value.dtype), (0, 0), precision)
+            scratch.output[:, lanes] = scratch.output[:, lanes] * shrink + weighted
+        for first, (maximum, total) in running.items():
+            scratch.maximum[:, pl.ds(first, width)] = maximum
+            scratch.total[:, pl.ds(first, width)] = total
 
     chunk_tiles = tiles.key_chunk // tiles.key
-    span = span_of(batch_index, query_tile, spans_refs)
-    for_each_tile(span, chunk * chunk_tiles, chunk_tiles, visit)
+    span = walk.span(pl.program_id(0), query_tile, *spans_refs)
+    walk.visit(query_tile, span, chunk * chunk_tiles, chunk_tiles, visit)
 
     @pl.when(chunk == chunks - 1)
     def _():

@@ -1,8 +1,14 @@
-"""The mask as the flash kernels meet it: what they are passed, and one tile of it.
+"""The mask as the flash kernels meet it: what they are passed, which tiles they visit, one of them.
 
 `Mask.visible` decides, here as everywhere; this file lays its arguments out as `[keys, queries]`.
+
+A tile is computed in units. Where the mask is a band that is known while tracing
+(causal, window), what it does to each unit of a tile that it cuts is known too: a unit that it
+hides is not computed, and one that it leaves whole is not masked.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from flax_pallas_attn.masking import Mask, Span, Tokens
+from flax_pallas_attn.masking import Mask, Span, Tokens, tile_spans
 
 
 class MaskInputs(NamedTuple):
@@ -79,27 +85,27 @@ def mask_specs(
 
 
 class TileAxis(NamedTuple):
-    """Where a tile lies along one axis.
+    """Where a unit lies along one axis.
 
     Attributes:
       first: Index of its first token in the array.
       offset: Of that token in the block that the kernel holds.
-      size: Tokens of the tile.
-      count: Tokens of the array.
+      size: Tokens of the unit.
+      stop: Tokens of the array, if a tile runs over its end, or None.
     """
 
     first: int | jax.Array
     offset: int | jax.Array
     size: int
-    count: int
+    stop: int | None
 
     @property
     def slice(self):
         return pl.ds(self.offset, self.size)
 
 
-def visible_tile(mask: Mask, refs: MaskInputs, query: TileAxis, key: TileAxis) -> jax.Array:
-    """Evaluates `mask` on a tile: bool, broadcasts to `[keys, queries]`."""
+def visible_unit(mask: Mask, refs: MaskInputs, query: TileAxis, key: TileAxis) -> jax.Array:
+    """Evaluates `mask` on a unit: bool, broadcasts to `[keys, queries]`."""
 
     def tokens(axis, along, rows, offset):
         shape = (1, axis.size) if along == 1 else (axis.size, 1)
@@ -112,7 +118,7 @@ def visible_tile(mask: Mask, refs: MaskInputs, query: TileAxis, key: TileAxis) -
             index=index,
             position=index + offset if mask.positions is None else row(0),
             segment=None if mask.segment_ids is None else row(int(mask.positions is not None)),
-            stop=axis.count if axis.count % axis.size else None,
+            stop=axis.stop,
         )
 
     query_rows = key_rows = dense = None
@@ -120,6 +126,7 @@ def visible_tile(mask: Mask, refs: MaskInputs, query: TileAxis, key: TileAxis) -
         query_rows = refs.query_rows[0, :, query.slice]
         key_rows = refs.key_rows[0, :, key.slice].T
     if refs.dense is not None:
+        assert mask.dense is not None
         parts = [
             pl.ds(0, 1) if size == 1 else axis.slice
             for size, axis in zip(mask.dense.shape[2:], (query, key), strict=True)
@@ -128,34 +135,246 @@ def visible_tile(mask: Mask, refs: MaskInputs, query: TileAxis, key: TileAxis) -
     visible = mask.visible(
         tokens(query, 1, query_rows, mask.query_offset), tokens(key, 0, key_rows, 0), dense
     )
-    assert visible is not None, "a mask that hides nothing leaves no tile to mask"
+    assert visible is not None, "a mask that hides nothing leaves no unit to mask"
     return visible
 
 
-def pack_spans(span: Span) -> jax.Array:
-    """A span of arrays `[B, tiles]` as one flat int32 array for scalar memory."""
-    return jnp.stack(span, axis=-1).astype(jnp.int32).reshape(-1)
+class Unit(NamedTuple):
+    """A part of a tile.
 
-
-def read_span(spans_ref, batch_index, tile, tiles: int) -> Span:
-    """The span that `pack_spans` put for one batch row and tile."""
-    base = (batch_index * tiles + tile) * 4
-    return Span(*(spans_ref[base + i] for i in range(4)))
-
-
-def for_each_tile(span: Span, first: int | jax.Array, tiles: int, body: Callable) -> None:
-    """Calls `body(tile, is_cut)` for the span's tiles among `first .. first + tiles`.
-
-    `tile` counts from `first`; `is_cut` is static: whether the mask must be looked at.
+    Attributes:
+      query: Of its first query in the tile.
+      key: Of its first key in the tile.
+      is_cut: Whether the mask hides a part of it.
     """
-    for start, stop, is_cut in zip(span[:-1], span[1:], (True, False, True), strict=True):
-        if isinstance(start, int) and isinstance(stop, int) and start >= stop:
-            continue
 
-        @pl.loop(_clip(start - first, tiles), _clip(stop - first, tiles))
-        def _(tile, is_cut=is_cut):
-            body(tile, is_cut)
+    query: int
+    key: int
+    is_cut: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Walk:
+    """The walk of one tile along the tiles of the other axis.
+
+    Attributes:
+      mask: Who may attend to whom.
+      by_query: Whether a query tile walks along key tiles, or a key tile along query tiles.
+      unit: Tokens of a unit at most, along both axes.
+      query_size: Queries of a tile.
+      key_size: Keys of a tile.
+      queries: T.
+      keys: S.
+    """
+
+    mask: Mask
+    by_query: bool
+    unit: int
+    query_size: int
+    key_size: int
+    queries: int
+    keys: int
+
+    @property
+    def unit_queries(self) -> int:
+        """Queries of a unit, as many as divide a tile."""
+        return math.gcd(self.unit, self.query_size)
+
+    @property
+    def unit_keys(self) -> int:
+        """Keys of a unit."""
+        return math.gcd(self.unit, self.key_size)
+
+    @property
+    def query_stop(self) -> int | None:
+        """T where a tile runs over the end, else None."""
+        return self.queries if self.queries % self.query_size else None
+
+    @property
+    def key_stop(self) -> int | None:
+        """S where a tile runs over the end, else None."""
+        return self.keys if self.keys % self.key_size else None
+
+    @property
+    def is_band(self) -> bool:
+        """Whether what the mask does to a unit follows from its place alone."""
+        own, other = self._sizes
+        return self.mask.is_band and own % other == 0
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        sizes = (self.query_size, self.key_size)
+        return sizes if self.by_query else sizes[::-1]
+
+    @property
+    def _counts(self) -> tuple[int, int]:
+        counts = (self.queries, self.keys)
+        return counts if self.by_query else counts[::-1]
+
+    def spans(self) -> jax.Array | None:
+        """For scalar memory: spans of all tiles, flat int32, where the mask is data; else None."""
+        if self.mask.is_static:
+            return None
+        spans = tile_spans(self.mask, self.query_size, self.key_size, self.queries, self.keys)
+        span = spans[0] if self.by_query else spans[1]
+        return jnp.stack(span, axis=-1).astype(jnp.int32).reshape(-1)
+
+    def span(self, batch_index, tile, spans_ref=None) -> Span:
+        """The span of a tile, by arithmetic or from what `spans` has put into scalar memory."""
+        if spans_ref is not None:
+            tiles = pl.cdiv(self._counts[0], self._sizes[0])
+            base = (batch_index * tiles + tile) * 4
+            return Span(*(spans_ref[base + i] for i in range(4)))
+        span = self.mask.key_span if self.by_query else self.mask.query_span
+        queries, keys = self.queries, self.keys
+        if self.is_band:  # the ends are cut unit by unit
+            queries, keys = _pad_to(queries, self.query_size), _pad_to(keys, self.key_size)
+        return span(tile, self.query_size, self.key_size, queries, keys)
+
+    def visit(self, tile, span: Span, first, tiles: int, body: Callable) -> None:
+        """Calls `body(other_tile, units)` for what `tile` meets among `first .. first + tiles`.
+
+        Args:
+          tile: The tile that walks; an int where there is only one.
+          span: Its span.
+          first: First of the other axis' tiles that are at hand; an int where all are.
+          tiles: How many are at hand.
+          body: Gets the other tile, counted from `first`, and the static list of its units.
+        """
+        start, full_start, full_stop, stop = span
+        if not self.is_band:
+            for lower, upper, is_cut in (
+                (start, full_start, True),
+                (full_start, full_stop, False),
+                (full_stop, stop, True),
+            ):
+                self._loop(lower, upper, first, tiles, body, self._all_units(is_cut))
+            return
+        own_size, other_size = self._sizes
+        other_count = self._counts[1]
+        complete, last_size = divmod(other_count, other_size)
+        ratio = own_size // other_size
+        for is_case, own, own_extent, candidates in self._own_cases(tile):
+
+            @_when(is_case)
+            def _(own=own, own_extent=own_extent, candidates=candidates):
+                whole = self._units(None, own_extent, other_size)
+                self._loop(full_start, _minimum(full_stop, complete), first, tiles, body, whole)
+                if last_size and any(self._is_whole(own, complete) for own in candidates):
+                    is_last = (full_start <= complete) & (complete < full_stop)
+                    whole = self._units(None, own_extent, last_size)
+                    self._at(complete, is_last, first, tiles, body, whole)
+                for step, distance in self._cut_steps():
+                    other = own * ratio + step
+                    is_complete = (other >= 0) & (other < complete)
+                    units = self._units(distance, own_extent, other_size)
+                    self._at(other, is_complete, first, tiles, body, units)
+                    if last_size and any(own * ratio + step == complete for own in candidates):
+                        units = self._units(distance, own_extent, last_size)
+                        self._at(other, other == complete, first, tiles, body, units)
+
+    def _own_cases(self, tile):
+        """The tile that walks, complete or the last: condition, index, tokens, candidates."""
+        size, count = self._sizes[0], self._counts[0]
+        complete, last_size = divmod(count, size)
+        if isinstance(tile, int):
+            return [(True, tile, min(size, count), [tile])]
+        if not last_size:
+            return [(True, tile, size, range(complete))]
+        return [
+            (tile < complete, tile, size, range(complete)),
+            (tile == complete, complete, last_size, [complete]),
+        ]
+
+    def _is_whole(self, own: int, other: int) -> bool:
+        """Whether the band hides nothing where two tiles meet."""
+        firsts = (own * self._sizes[0], other * self._sizes[1])
+        query, key = firsts if self.by_query else firsts[::-1]
+        distance = self.mask.query_offset + query - key
+        return self._band(distance, self.query_size, self.key_size) == _WHOLE
+
+    def _cut_steps(self):
+        """Tiles the band cuts, from `tile * own / other` on, and (query - key) of their firsts."""
+        _, other_size = self._sizes
+        sign = -1 if self.by_query else 1
+        offset = self.mask.query_offset
+        edges = [edge for edge in (self.mask.lower, self.mask.upper) if edge is not None]
+        if not edges:
+            return
+        least = min(edges) - self.query_size
+        greatest = max(edges) + self.key_size
+        steps = sorted(sign * (distance - offset) // other_size for distance in (least, greatest))
+        for step in range(steps[0] - 1, steps[1] + 2):
+            distance = offset + sign * step * other_size
+            if self._band(distance, self.query_size, self.key_size) == _CUT:
+                yield step, distance
+
+    def _band(self, distance: int, queries: int, keys: int) -> int:
+        """What the band does to a block whose first query and first key are `distance` apart."""
+        least, greatest = distance - (keys - 1), distance + (queries - 1)
+        lower, upper = self.mask.lower, self.mask.upper
+        if (lower is not None and greatest < lower) or (upper is not None and least > upper):
+            return _HIDDEN
+        if (lower is None or least >= lower) and (upper is None or greatest <= upper):
+            return _WHOLE
+        return _CUT
+
+    def _units(self, distance: int | None, own_extent: int, other_extent: int) -> list[Unit]:
+        """Units of a tile with so many tokens; None: the band leaves the tile whole."""
+        queries, keys = own_extent, other_extent
+        if not self.by_query:
+            queries, keys = keys, queries
+        units = []
+        for unit in self._all_units(False):
+            if unit.query >= queries or unit.key >= keys:
+                continue
+            size = (self.unit_queries, self.unit_keys)
+            state = _WHOLE
+            if distance is not None:
+                state = self._band(distance + unit.query - unit.key, *size)
+            runs_over = unit.query + size[0] > queries or unit.key + size[1] > keys
+            if state != _HIDDEN:
+                units.append(unit._replace(is_cut=state == _CUT or runs_over))
+        return units
+
+    def _all_units(self, is_cut: bool) -> list[Unit]:
+        return [
+            Unit(query, key, is_cut)
+            for key in range(0, self.key_size, self.unit_keys)
+            for query in range(0, self.query_size, self.unit_queries)
+        ]
+
+    def _loop(self, start, stop, first, tiles, body, units) -> None:
+        if isinstance(start, int) and isinstance(stop, int) and start >= stop:
+            return
+        pl.loop(_clip(start - first, tiles), _clip(stop - first, tiles))(
+            lambda other: body(other, units)
+        )
+
+    def _at(self, other, condition, first, tiles, body, units) -> None:
+        if not units:
+            return
+        at_hand = (other >= first) & (other < first + tiles)
+        _when(condition & at_hand)(lambda: body(other - first, units))
+
+
+_HIDDEN, _CUT, _WHOLE = range(3)
+
+
+def _when(condition):
+    """`pl.when`, decided while tracing where it can be."""
+    if isinstance(condition, bool):
+        return lambda function: function() if condition else None
+    return pl.when(condition)
+
+
+def _minimum(x, y: int):
+    return min(x, y) if isinstance(x, int) else jnp.minimum(x, y)
 
 
 def _clip(x, stop: int):
     return min(max(x, 0), stop) if isinstance(x, int) else jnp.clip(x, 0, stop)
+
+
+def _pad_to(count: int, size: int) -> int:
+    return -(-count // size) * size

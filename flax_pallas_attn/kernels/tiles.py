@@ -1,6 +1,7 @@
 """Tile sizes of the flash kernels, by TPU generation, dtype and shape, and the VMEM they take."""
 
 import dataclasses
+import functools
 
 import jax
 
@@ -23,6 +24,10 @@ _VMEM_BYTES = {
 _LEAST_VMEM_BYTES = min(_VMEM_BYTES.values())
 # What the compiler keeps for itself, and what an estimate may be off by.
 _USABLE_VMEM = 0.85
+
+FORWARD_UNIT = 256
+BACKWARD_UNIT = 512
+"""Queries and keys of a unit: what a kernel computes at once, of the tiles that it visits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,7 @@ class Shape:
       head_dim: H.
       value_dim: Hv.
       itemsize: Bytes of an element of query, key and value.
+      is_band: Whether the mask is nothing but causality and window, known while tracing.
       has_dense: Whether a dense mask is streamed.
     """
 
@@ -79,6 +85,7 @@ class Shape:
     head_dim: int
     value_dim: int
     itemsize: int
+    is_band: bool
     has_dense: bool
 
 
@@ -90,6 +97,7 @@ def shape_of(query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask) -> 
         head_dim=query.shape[3],
         value_dim=value.shape[3],
         itemsize=query.dtype.itemsize,
+        is_band=mask.is_band,
         has_dense=mask.dense is not None,
     )
 
@@ -118,7 +126,9 @@ def forward_vmem_bytes(tiles: Tiles, shape: Shape) -> int:
     blocks = (tiles.query + tiles.key_chunk) * width * shape.itemsize
     if shape.has_dense:
         blocks += tiles.query * tiles.key_chunk
-    return 2 * blocks + tiles.query * shape.value_dim * 4 + 5 * tiles.query * tiles.key * 4
+    unit = min(FORWARD_UNIT, tiles.query) * min(FORWARD_UNIT, tiles.key) * 4
+    live = 12 * unit  # scores that were computed ahead, and those in the softmax
+    return 2 * blocks + tiles.query * shape.value_dim * 4 + live
 
 
 def backward_vmem_bytes(tiles: Tiles, shape: Shape, keys_in_vmem: int) -> int:
@@ -131,7 +141,8 @@ def backward_vmem_bytes(tiles: Tiles, shape: Shape, keys_in_vmem: int) -> int:
     if shape.has_dense:
         blocks += chunk * key
     scratch = chunk * head * (4 + shape.itemsize) + (keys_in_vmem + 2 * key) * (head + value) * 4
-    return 2 * blocks + scratch + 6 * key * tiles.backward_query * 4
+    live = 6 * min(BACKWARD_UNIT, key) * min(BACKWARD_UNIT, tiles.backward_query) * 4
+    return 2 * blocks + scratch + live
 
 
 def key_gradients_fit(tiles: Tiles, shape: Shape) -> bool:
@@ -141,24 +152,68 @@ def key_gradients_fit(tiles: Tiles, shape: Shape) -> bool:
 
 
 def default_tiles(shape: Shape) -> Tiles:
-    """Tiles that fit the generation compiled for: the largest chunk, then the largest tile."""
+    """Tiles that fit the generation compiled for.
+
+    The sizes tried first are the fastest by simulation at head size 128 (benchmarks/LOG.md); a
+    chunk is all that there is or as much as fits.
+
+    Raises:
+      NotImplementedError: None fit: the head size is too large.
+    """
+    sizes = [1024, 512, 256, 128]
+    # Large tiles are for the scheduler, which sees all units of a tile at once, and cost time to
+    # compile. A float32 product takes six passes and keeps it busy as it is; a mask that is data
+    # is evaluated in every unit that it may cut, and has three times as many.
+    if shape.itemsize > 2 or not shape.is_band:
+        sizes = sizes[1:]
+
+    def forward(size: int) -> _Candidate:
+        query = min(size, _whole_units(shape.queries, FORWARD_UNIT))
+        key = min(size, _whole_units(shape.keys, FORWARD_UNIT))
+        return _Candidate("key_chunk", key, shape.keys, {"query": query, "key": key})
+
+    def backward(size: int) -> _Candidate:
+        query = min(size, BACKWARD_UNIT, _whole_units(shape.queries, BACKWARD_UNIT))
+        key = min(size, _whole_units(shape.keys, BACKWARD_UNIT))
+        sizes = {"backward_query": query, "backward_key": key}
+        return _Candidate("backward_query_chunk", query, shape.queries, sizes)
+
+    chosen = {}
+    for candidates, vmem_bytes in (
+        ([forward(size) for size in sizes], forward_vmem_bytes),
+        (
+            [backward(size) for size in sizes],
+            functools.partial(backward_vmem_bytes, keys_in_vmem=0),
+        ),
+    ):
+        chosen |= _first_that_fits(candidates, vmem_bytes, shape)
+    return Tiles(**chosen)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    chunk: str  # name of the field
+    step: int  # of which the chunk is a multiple
+    tokens: int  # that the chunk is cut from
+    sizes: dict[str, int]
+
+
+def _first_that_fits(candidates: list[_Candidate], vmem_bytes, shape: Shape) -> dict[str, int]:
+    """Sizes of the first candidate that fits, with its largest chunk: all, or at least 4 steps."""
+    smallest = {field.name: LANES for field in dataclasses.fields(Tiles)}
     limit = vmem_limit_bytes()
-    largest = 512 if shape.itemsize <= 2 else 256
-    query = min(largest, pad_to(shape.queries, LANES))
-    key = min(largest, pad_to(shape.keys, LANES))
-    tiles = Tiles(
-        query=query,
-        key=key,
-        key_chunk=pad_to(shape.keys, key),
-        backward_key=key,
-        backward_query=query,
-        backward_query_chunk=pad_to(shape.queries, query),
+    for candidate in candidates:
+        chunk = pad_to(candidate.tokens, candidate.step)
+        least = min(chunk, 4 * candidate.step)
+        while chunk >= least:
+            sizes = candidate.sizes | {candidate.chunk: chunk}
+            if vmem_bytes(Tiles(**(smallest | sizes)), shape) <= limit:
+                return sizes
+            chunk = pad_to(chunk // 2, candidate.step) if chunk > candidate.step else 0
+    raise NotImplementedError(
+        f"No tiles of the flash kernels fit {limit} bytes of VMEM: the head size "
+        f'({shape.head_dim}, {shape.value_dim}) is too large. Use implementation="xla".'
     )
-    while forward_vmem_bytes(tiles, shape) > limit:
-        tiles = _smaller(tiles, "key_chunk", ("key", "query"))
-    while backward_vmem_bytes(tiles, shape, 0) > limit:
-        tiles = _smaller(tiles, "backward_query_chunk", ("backward_query", "backward_key"))
-    return tiles
 
 
 def pad_to(size: int, multiple: int) -> int:
@@ -166,23 +221,11 @@ def pad_to(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _smaller(tiles: Tiles, chunk: str, steps: tuple[str, str]) -> Tiles:
-    step, other = steps
-    size = getattr(tiles, step)
-    if getattr(tiles, chunk) > 4 * size:
-        return dataclasses.replace(tiles, **{chunk: pad_to(getattr(tiles, chunk) // 2, size)})
-    if size > LANES or getattr(tiles, other) > LANES:
-        half = pad_to(size // 2, LANES)
-        return dataclasses.replace(
-            tiles,
-            **{step: half, chunk: 4 * half, other: pad_to(getattr(tiles, other) // 2, LANES)},
-        )
-    if getattr(tiles, chunk) > size:
-        return dataclasses.replace(tiles, **{chunk: size})
-    raise NotImplementedError(
-        f"No tiles of the flash kernel fit {vmem_limit_bytes()} bytes of VMEM: the head size is "
-        'too large. Use implementation="xla".'
-    )
+def _whole_units(tokens: int, unit: int) -> int:
+    """The least tile that holds so many: a multiple of the unit, or a power of two within it."""
+    if tokens > unit:
+        return pad_to(tokens, unit)
+    return max(LANES, 1 << (tokens - 1).bit_length())
 
 
 def _lanes(size: int) -> int:
