@@ -17,7 +17,7 @@ from flax_pallas_attn.logits import Alibi
 from flax_pallas_attn.paged import PageAllocator, PagedKVCache
 
 # Largest error as a share of the largest value. Rounding alone gives at most a third of these.
-TOLERANCE = {"float64": 1e-13, "float32": 6e-6, "bfloat16": 1.5e-2}
+TOLERANCE = {"float64": 1e-13, "float32": 1.5e-6, "bfloat16": 1.5e-2}
 LAYER = 1
 
 
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 CASES = (
-    Case(name="decode", counts=(1, 1, 1), lengths=(17, 1, 40)),
+    Case(name="decode", counts=(1, 1, 1), lengths=(17, 1, 63)),
     Case(
         name="prompt, draft, decodes, an idle and an empty sequence in one call",
         counts=(1, 300, 5, 0, 0, 1),
@@ -78,12 +78,12 @@ CASES = (
         page_size=32,
     ),
     Case(
-        name="head size 256, one page of 128",
+        name="head size 256, one page of 256",
         counts=(2, 1),
-        lengths=(100, 128),
+        lengths=(100, 256),
         kv_heads=4,
         head_dim=256,
-        page_size=128,
+        page_size=256,
         table_pages=1,
         dtype="bfloat16",
     ),

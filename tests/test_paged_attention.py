@@ -174,10 +174,13 @@ def test_layer_after_layer_copies_no_cache(implementation):
     assert memory.temp_size_in_bytes < cache_bytes // 16
 
 
+@pytest.mark.parametrize("head_dim", [16, 72])  # key and value in the same 128 lanes, and not
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_what_is_masked_does_not_leak_and_what_is_not_does(implementation, interpret):
+def test_what_is_masked_does_not_leak_and_what_is_not_does(implementation, head_dim, interpret):
     """A NaN in one token of a prompt: rows before it, and other sequences, are untouched."""
-    call, expected = make_call(Case(name="", counts=(20, 1, 3), lengths=(20, 30, 9), padding=0))
+    call, expected = make_call(
+        Case(name="", counts=(20, 1, 3), lengths=(20, 30, 9), head_dim=head_dim, padding=0)
+    )
     for name in ("key", "value"):
         broken = call.arguments[name].at[7, 0, 3].set(jnp.inf if name == "value" else jnp.nan)
         output, _ = paged_attention(
