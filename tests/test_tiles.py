@@ -1,0 +1,189 @@
+"""Tile sizes: they fit, for every generation and shape, and wrong ones are refused."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from flax_pallas_attn import Tiles, aot
+from flax_pallas_attn.kernels import tiles as tiles_lib
+from flax_pallas_attn.kernels.tiles import Shape
+from flax_pallas_attn.masking import Mask
+
+KINDS = ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x")
+MIB = 1 << 20
+SIZES = {
+    "query": 256,
+    "key": 128,
+    "key_chunk": 512,
+    "backward_key": 128,
+    "backward_query": 256,
+    "backward_query_chunk": 256,
+}
+
+
+def compiled_for(kind):
+    """A context in which tracing finds that it is for a TPU of this kind."""
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(kind, 1, "tpu"))
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def shape(
+    queries=4096,
+    keys=4096,
+    head_dim=128,
+    value_dim=128,
+    itemsize=2,
+    is_band=True,
+    has_dense=False,
+):
+    return Shape(
+        queries=queries,
+        keys=keys,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        itemsize=itemsize,
+        is_band=is_band,
+        has_dense=has_dense,
+    )
+
+
+def assert_tiles_fit(shape):
+    tiles = tiles_lib.default_tiles(shape)
+    limit = tiles_lib.vmem_limit_bytes()
+    assert tiles_lib.forward_vmem_bytes(tiles, shape) <= limit
+    assert tiles_lib.backward_vmem_bytes(tiles, shape, 0) <= limit
+    # A tile that is larger than what there is computes nothing but padding.
+    assert tiles.query < 2 * max(shape.queries, 128)
+    assert tiles.key < 2 * max(shape.keys, 128)
+    assert tiles.key_chunk < shape.keys + tiles.key
+    assert tiles.backward_query_chunk < shape.queries + tiles.backward_query
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@hypothesis.given(
+    shape=st.builds(
+        Shape,
+        queries=st.integers(1, 300) | st.integers(1, 2**20),
+        keys=st.integers(1, 300) | st.integers(1, 2**20),
+        head_dim=st.integers(1, 512),
+        value_dim=st.integers(1, 512),
+        itemsize=st.sampled_from([2, 4]),
+        is_band=st.booleans(),
+        has_dense=st.booleans(),
+    )
+)
+@hypothesis.settings(max_examples=200)
+def test_tiles_fit_any_shape(kind, shape):
+    with compiled_for(kind):
+        assert_tiles_fit(shape)
+
+
+def test_tiles_fit_where_nothing_is_known():
+    """Then they are made for the smallest memory."""
+    assert tiles_lib.tpu_kind() is None
+    with compiled_for("TPU v4"):
+        smallest = tiles_lib.vmem_limit_bytes()
+    assert tiles_lib.vmem_limit_bytes() == smallest
+    with compiled_for("TPU v9"):
+        assert tiles_lib.vmem_limit_bytes() == smallest
+    assert_tiles_fit(shape())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_heads_stand_in_vmem_at_usual_lengths(kind):
+    with compiled_for(kind):
+        tiles = tiles_lib.default_tiles(shape(queries=4096, keys=4096, head_dim=64, value_dim=64))
+    assert tiles.key_chunk == 4096
+
+
+def test_a_head_that_is_too_large():
+    too_large = shape(head_dim=2**16)
+    with (
+        compiled_for("TPU v4"),
+        pytest.raises(NotImplementedError, match=r'head size.*too large.*implementation="xla"'),
+    ):
+        tiles_lib.default_tiles(too_large)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_device_kind_comes_from_the_abstract_mesh(kind):
+    with compiled_for(kind):
+        assert tiles_lib.tpu_kind() == kind
+
+
+def test_a_mesh_of_cpus_is_no_tpu():
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+        assert tiles_lib.tpu_kind() is None
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("topology", aot.TOPOLOGIES)
+def test_memory_of_each_generation_is_what_jax_says(topology):
+    mesh = aot.topology_mesh(topology, {"x": 1})
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        capacity_bytes = pltpu.get_tpu_info().vmem_capacity_bytes
+        limit = tiles_lib.vmem_limit_bytes()
+    assert 0.8 * capacity_bytes <= limit <= capacity_bytes
+
+
+@pytest.mark.parametrize("size", [0, -128, 100, 192])
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_are_multiples_of_128(name, size):
+    with pytest.raises(
+        ValueError, match=rf"tiles\.{name}={size} must be a positive multiple of 128"
+    ):
+        Tiles(**SIZES | {name: size})
+
+
+@pytest.mark.parametrize(
+    ("chunk", "step"), [("key_chunk", "key"), ("backward_query_chunk", "backward_query")]
+)
+def test_chunks_are_multiples_of_tiles(chunk, step):
+    with pytest.raises(
+        ValueError, match=rf"tiles\.{chunk}=512 must be a multiple of tiles\.{step}=384"
+    ):
+        Tiles(**SIZES | {chunk: 512, step: 384})
+
+
+def test_tiles_are_fixed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Tiles(**SIZES).query = 128
+
+
+DENSE = jnp.ones((1, 1, 300, 1))
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_band"),
+    [
+        (Mask(lower=0, upper=9), True),
+        (Mask(rule=lambda i, j: i != j), False),
+        (Mask(dense=DENSE), False),
+    ],
+)
+def test_shape_of_a_call(mask, is_band):
+    query, key, value = (
+        jax.ShapeDtypeStruct((2, heads, tokens, size), jnp.bfloat16)
+        for heads, tokens, size in ((4, 300, 64), (2, 500, 64), (2, 500, 32))
+    )
+    assert tiles_lib.shape_of(query, key, value, mask) == shape(
+        queries=300,
+        keys=500,
+        head_dim=64,
+        value_dim=32,
+        is_band=is_band,
+        has_dense=mask.dense is not None,
+    )
+
+
+def test_gradients_of_keys_stay_in_vmem_while_they_fit():
+    with compiled_for("TPU v4"):
+        for keys, fit in ((1024, True), (2**17, False)):
+            case = shape(keys=keys)
+            assert tiles_lib.key_gradients_fit(tiles_lib.default_tiles(case), case) == fit
