@@ -32,6 +32,7 @@ def test_resuming_drops_what_will_be_written_again(tmp_path):
 def test_progress_is_plain_lines_without_a_terminal():
     output = io.StringIO()
     with Progress(rich.console.Console(file=output), start_step=0, steps=40) as progress:
+        progress.begin()
         progress.update({"step": 10, "loss": 2.5, "tokens_per_s": 1234.4, "val_loss": 2.75})
         progress.update({"step": 20, "loss": 2.25, "tokens_per_s": 1234.4})
     lines = output.getvalue().splitlines()
@@ -45,6 +46,7 @@ def test_progress_is_a_live_bar_on_a_terminal():
     output = io.StringIO()
     console = rich.console.Console(file=output, force_terminal=True, width=100)
     with Progress(console, start_step=0, steps=40) as progress:
+        progress.begin()
         progress.update({"step": 10, "loss": 2.5, "tokens_per_s": 1234.4})
     shown = output.getvalue()
     for part in ("10/40", "loss 2.500", "1,234 tokens/s", "left", "━"):

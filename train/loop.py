@@ -102,6 +102,7 @@ def train(config: TrainConfig, console: rich.console.Console) -> None:
     with checkpoints, jax.set_mesh(mesh), StopSignals() as signals, progress:
         train_step = make_train_step(graphdef, optimizer, config.seed)
         train_step = train_step.lower(state, batch_of(start_step + 1), start_step + 1).compile()
+        progress.begin()
         clock = TokenClock()
         step = start_step
         for step in range(start_step + 1, config.steps + 1):

@@ -1,6 +1,7 @@
 """What a run reports: metrics.jsonl, the loss curve, and progress on the terminal."""
 
 import json
+import math
 import os
 import statistics
 import time
@@ -61,7 +62,7 @@ class Progress:
         self._console = console
         self._start_step = start_step
         self._steps = steps
-        self._start_time = time.monotonic()
+        self._start_time = math.nan
         self._validation_loss: float | None = None
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
@@ -83,6 +84,10 @@ class Progress:
 
     def __exit__(self, *_) -> None:
         self._bar.stop()
+
+    def begin(self) -> None:
+        """Says that compiling is over: the time left is told from here."""
+        self._start_time = time.monotonic()
 
     def update(self, record: dict) -> None:
         """Shows a record of the metrics file."""
