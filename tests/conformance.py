@@ -344,7 +344,7 @@ def cases(queries: int = 40, keys: int = 56) -> list[Case]:
         Case(name="one key", queries=127, keys=1, mask=lambda c, r: Mask(lower=0)),
         Case(name="one of each", queries=1, keys=1, heads=2, head_size=1, value_size=1),
         Case(
-            name="129 queries, 127 keys, one KV head",
+            name="129 queries, 127 keys",
             kv_heads=1,
             queries=129,
             keys=127,
@@ -401,7 +401,7 @@ def cases(queries: int = 40, keys: int = 56) -> list[Case]:
         ),
         case(
             name="dropout, offset",
-            mask=lambda c, r: Mask(lower=0, query_offset=16),
+            mask=lambda c, r: Mask(lower=0, query_offset=3),
             logits=lambda c, r: Logits(**dropout(0.3)),
         ),
         case(

@@ -85,7 +85,7 @@ BLOCKWISE = [
     Mutation("masking.py", "distance <= self.upper", "distance < self.upper", "window"),
     Mutation("masking.py", "(key.segment >= 0)", "(key.segment > 0)", "segments"),
     Mutation("masking.py", "key.index < key.stop", "key.index <= key.stop"),
-    Mutation("masking.py", "other_tile(high + 1)", "other_tile(high + 2)", "causal"),
+    Mutation("masking.py", "other_tile(high + 1)", "other_tile(high + 2)", "dropout, offset"),
     Mutation("masking.py", "(size - 1 + high) + 1", "(size - 1 + high) + 0", "causal"),
     Mutation("masking.py", "_clip(other_tile(low)", "_clip(other_tile(-low)", "window"),
     Mutation("masking.py", "full &= least >=", "full &= greatest >=", "segments"),
