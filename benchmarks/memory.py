@@ -21,7 +21,9 @@ def temporary_bytes(attention) -> int:
 
     array = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
     compiled = jax.jit(step).lower(*[array] * 4).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    analysis = compiled.memory_analysis()
+    assert analysis is not None, "XLA on CPU analyses memory"
+    return analysis.temp_size_in_bytes
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ def write_results(name: str, command: str, rows: list[dict[str, Any]]) -> Path:
     Returns:
       The file's path.
     """
-    versions = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("jax", "jaxlib", "flax", "libtpu"):
         try:
             versions[package] = importlib.metadata.version(package)

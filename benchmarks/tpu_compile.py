@@ -27,14 +27,16 @@ def main() -> None:
         attend = functools.partial(dot_product_attention, layout="BNTH", is_causal=is_causal)
 
         def loss(query, key, value, attend=attend):
-            return (attend(query, key, value).astype(jnp.float32) ** 2).sum()
+            return jnp.sum(jnp.asarray(attend(query, key, value), jnp.float32) ** 2)
 
         forward = jax.jit(attend, donate_argnums=0)
         gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
         rows.append(_row("forward, query donated", is_causal, forward, SHAPE))
         rows.append(_row("value and gradients", is_causal, gradient, TRAINING_SHAPE))
     print(f"query, key, value bfloat16, heads first; one {TOPOLOGY} device; MiB")
-    print(f"{'program':24}{'shape':22}{'causal':8}{'arguments':>11}{'temporaries':>13}{'aliased':>9}")
+    print(
+        f"{'program':24}{'shape':22}{'causal':8}{'arguments':>11}{'temporaries':>13}{'aliased':>9}"
+    )
     for row in rows:
         print(
             f"{row['program']:24}{row['shape']!s:22}{row['is_causal']!s:8}"

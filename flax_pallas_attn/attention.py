@@ -194,13 +194,16 @@ def attention_fn(
     if not deterministic and dropout_rate > 0:
         dropout = Dropout(rate=dropout_rate, key=dropout_rng, broadcast=broadcast_dropout)
     output = dot_product_attention(
-        *(one_batch_axis(x) for x in (query, key, value)),
+        one_batch_axis(query),
+        one_batch_axis(key),
+        one_batch_axis(value),
         scores_shaped(bias),
         scores_shaped(mask),
         is_causal=is_causal,
         dropout=dropout,
         precision=precision,
     )
+    assert isinstance(output, jax.Array)  # no residual was asked for
     return output.reshape(*leading, *output.shape[-3:])
 
 
@@ -224,7 +227,9 @@ def _choose(call: input_checks.Call, precision, tiles: Tiles | None, implementat
         return xla
     if implementation == "pallas":
         return pallas
-    reasons = flash.reasons_against(call.query, call.logits)
+    reasons = flash.reasons_against(
+        call.query, call.key, call.value, call.mask, call.logits, tiles=tiles
+    )
     if not reasons:
         return lambda *arrays: jax.lax.platform_dependent(*arrays, tpu=pallas, default=xla)
     if tiles_lib.tpu_kind() is not None:

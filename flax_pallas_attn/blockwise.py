@@ -20,6 +20,8 @@ Source: Milakov and Gimelshein, 2018 (arXiv 1805.02867), the running softmax; Da
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -250,6 +252,7 @@ def _backward(
     dq_shape = (*q.shape[:2], q.shape[4], *q.shape[2:4])
     dbias = None
     if logits.bias is not None:
+        assert tiles.bias is not None
         dbias = jax.lax.full_like(query, 0, sums, tiles.bias.shape)
     dq, dk, dv, dbias = _loop(
         0,
@@ -269,7 +272,8 @@ def _backward(
         probability = jnp.exp(logits.sinks.astype(sums)[:, None] - logsumexp)
         row = jnp.where(logsumexp == -jnp.inf, 0, -probability * tiles.ungrouped(offset))
         dsinks = row.sum((0, 2)).astype(logits.sinks.dtype)
-    if dbias is not None:
+    if logits.bias is not None:
+        assert dbias is not None
         dbias = dbias[:, :, : tiles.queries, : tiles.keys].astype(logits.bias.dtype)
     no_gradients = jax.tree.map(lambda _: None, logits)
     return dq, dk, dv, None, dataclasses.replace(no_gradients, bias=dbias, sinks=dsinks)
@@ -370,15 +374,14 @@ class _Tiles:
         key_index = j * self.plan.key_size + jnp.arange(self.plan.key_size)
         query = self.mask.query_tokens(query_index, axis=1)
         key = self.mask.key_tokens(key_index, axis=0)
-        query = Tokens(
-            *(x if x is None else x.reshape(-1, 1, 1, 1, x.shape[-1]) for x in query[:3]),
-            stop=self.queries if self.queries % self.plan.query_size else None,
+        query = query.map(lambda x: x.reshape(-1, 1, 1, 1, x.shape[-1]))
+        key = key.map(lambda x: x.reshape(-1, 1, x.shape[-2], 1, 1))
+        queries_run_over = self.queries % self.plan.query_size
+        keys_run_over = self.keys % self.plan.key_size
+        return (
+            dataclasses.replace(query, stop=self.queries if queries_run_over else None),
+            dataclasses.replace(key, stop=self.keys if keys_run_over else None),
         )
-        key = Tokens(
-            *(x if x is None else x.reshape(-1, 1, x.shape[-2], 1, 1) for x in key[:3]),
-            stop=self.keys if self.keys % self.plan.key_size else None,
-        )
-        return query, key
 
     def scores(self, query, key, i, j, is_full: bool):
         """Scores of query tile `i` and key tile `j`.
@@ -415,6 +418,7 @@ class _Tiles:
 
     def keep(self, i, j) -> jax.Array:
         """Which pairs of two tiles survive dropout, to broadcast against `[B, K, s, G, t]`."""
+        assert self.logits.dropout_seed is not None, "asked for where there is dropout"
         query, key = self.tokens(i, j)
         rows, columns = self.logits.dropout_indices(self.batch, self.heads)
         per_head = (self.kv_heads, 1, self.group, 1) if columns.size > 1 else (1, 1, 1, 1)
@@ -438,7 +442,7 @@ def _over_batch(span: Span) -> Span:
     return Span(start, full_start, full_stop, stop)
 
 
-def _visit(span: Span, step, running):
+def _visit(span: Span, step: Callable[..., Any], running: Any) -> Any:
     """Runs `step(tile, running, is_full)` over a span: first the tiles that need a mask."""
     before = span.full_start - span.start
     partial = before + span.stop - span.full_stop
@@ -451,7 +455,7 @@ def _visit(span: Span, step, running):
     return _loop(span.full_start, span.full_stop, lambda n, r: step(n, r, True), running)
 
 
-def _loop(start, stop, step, running):
+def _loop(start, stop, step: Callable[..., Any], running: Any) -> Any:
     """`fori_loop`, but what is known to run once or never is no loop."""
     if isinstance(start, int) and isinstance(stop, int) and stop - start <= 1:
         return step(start, running) if stop > start else running

@@ -6,6 +6,7 @@ nothing is traced that a wrong call would have to throw away.
 
 import dataclasses
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,7 @@ def check_attention(
     segment_ids = _check_segments(
         segment_ids, query_seq_lengths, key_value_seq_lengths, batch, queries, keys
     )
-    rule = mask if callable(mask) else None
+    rule: Any = mask if callable(mask) else None
     dense = None if mask is None or rule is not None else _check_dense(mask, "mask", full)
 
     slopes = None
@@ -175,7 +176,7 @@ def _check_band(is_causal, window) -> tuple[int | None, int | None]:
     if (
         not isinstance(window, tuple)
         or len(window) != 2
-        or not all(isinstance(w, numbers.Integral) and w >= 0 for w in window)
+        or not all(isinstance(w, (int, np.integer)) and w >= 0 for w in window)
     ):
         raise ValueError(
             f"local_window_size={window!r} must be an int or a pair (left, right) of ints >= 0: "

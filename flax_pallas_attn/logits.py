@@ -38,13 +38,13 @@ class Dropout:
 
     Attributes:
       rate: Share that is dropped, in `[0, 1)`; what is kept is divided by `1 - rate`.
-      key: A `jax.random` key.
+      key: A `jax.random` key; may be None where nothing is dropped.
       broadcast: Whether all batch rows and heads drop the same pairs, as flax's modules do by
         default.
     """
 
     rate: float
-    key: jax.Array
+    key: jax.Array | None
     broadcast: bool = False
 
 

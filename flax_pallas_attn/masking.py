@@ -12,7 +12,7 @@ minimum and maximum of each tile's positions and segment ids, for masks that are
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,8 @@ class Positions:
     key: jax.Array
 
 
-class Tokens(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tokens:
     """One axis of a tile as the mask sees it; fields broadcast against the other axis.
 
     Attributes:
@@ -66,6 +67,15 @@ class Tokens(NamedTuple):
     segment: jax.Array | None = None
     stop: int | None = None
 
+    def map(self, function: Callable[[jax.Array], jax.Array]) -> "Tokens":
+        """Applies `function` to the arrays, as for another broadcast shape."""
+        return dataclasses.replace(
+            self,
+            index=function(self.index),
+            position=function(self.position),
+            segment=None if self.segment is None else function(self.segment),
+        )
+
 
 class Span(NamedTuple):
     """The tiles that a tile of the other axis meets, as indices of tiles.
@@ -74,10 +84,10 @@ class Span(NamedTuple):
     ordered: `start <= full_start <= full_stop <= stop`.
     """
 
-    start: int | jax.Array
-    full_start: int | jax.Array
-    full_stop: int | jax.Array
-    stop: int | jax.Array
+    start: Any  # each an int, or int32 where it is traced
+    full_start: Any
+    full_stop: Any
+    stop: Any
 
 
 @functools.partial(
@@ -146,6 +156,7 @@ class Mask:
         if self.rule is not None:
             conditions.append(self.rule(query.position, key.position))
         if self.segment_ids is not None:
+            assert key.segment is not None, "tokens of a mask with segments have them"
             conditions.append((query.segment == key.segment) & (key.segment >= 0))
         if query.stop is not None:
             conditions.append(query.index < query.stop)

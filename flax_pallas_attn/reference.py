@@ -77,13 +77,13 @@ def attend(
     scores = jnp.where(visible, scores, -jnp.inf)
     greatest = jnp.max(scores, axis=-1, keepdims=True)
     empty = greatest == -jnp.inf
-    if logits.sinks is not None:
-        sinks = logits.sinks.astype(scores.dtype)[:, None, None]
+    sinks = None if logits.sinks is None else logits.sinks.astype(scores.dtype)[:, None, None]
+    if sinks is not None:
         greatest = jnp.maximum(greatest, sinks)
     greatest = jax.lax.stop_gradient(jnp.where(greatest == -jnp.inf, 0, greatest))
     weights = jnp.exp(scores - greatest)
     total = weights.sum(axis=-1, keepdims=True)
-    if logits.sinks is not None:
+    if sinks is not None:
         total += jnp.exp(sinks - greatest)
     total = jnp.where(empty, 1, total)
     # A row that is NaN gives NaN to the keys that it sees, and to no other.
@@ -117,6 +117,4 @@ def _not_finite(x: jax.Array) -> jax.Array:
 
 def _per_head(tokens):
     """Gives fields with a batch axis (`[B, n, 1]`) one for heads (`[B, 1, n, 1]`)."""
-    return type(tokens)(
-        *(x[:, None] if isinstance(x, jax.Array) and x.ndim == 3 else x for x in tokens)
-    )
+    return tokens.map(lambda x: x[:, None] if x.ndim == 3 else x)

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import AxisType
@@ -89,7 +90,7 @@ def place(attend: Attend, call: Call, sharding: AttentionSharding | None) -> tup
             return None
         return P(batch if x.shape[0] > 1 else None, heads if x.shape[1] > 1 else None)
 
-    per_token = P(batch)
+    per_token: Any = P(batch)  # stands where an array will
     mask, logits = call.mask, call.logits
     specs = (
         P(batch, heads),

@@ -22,13 +22,26 @@ class _Options:
     tiles: Tiles
 
 
-def reasons_against(query: jax.Array, logits: Logits) -> list[str]:
-    """Why these kernels cannot take a call; empty when they can."""
+def reasons_against(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: Mask,
+    logits: Logits,
+    *,
+    tiles: Tiles | None,
+) -> list[str]:
+    """Why these kernels cannot take a call; empty when they can. Arguments as `attend`."""
     reasons = [f"{name} is not in the Pallas kernels yet" for name in logits.used]
     if query.dtype not in (jnp.bfloat16, jnp.float32):
         reasons.append(
             f"dtype {query.dtype} has no TPU kernel (Mosaic compiles bfloat16 and float32)"
         )
+    if tiles is None:
+        try:
+            tiles_lib.default_tiles(tiles_lib.shape_of(query, key, value, mask))
+        except NotImplementedError as error:
+            reasons.append(str(error))
     return reasons
 
 
@@ -58,7 +71,7 @@ def attend(
     Raises:
       NotImplementedError: With all reasons, when the kernels cannot take the call.
     """
-    if reasons := reasons_against(query, logits):
+    if reasons := reasons_against(query, key, value, mask, logits, tiles=tiles):
         raise NotImplementedError(
             'implementation="pallas" cannot take this call: '
             + "; ".join(reasons)

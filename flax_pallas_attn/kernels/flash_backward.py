@@ -182,7 +182,7 @@ def flash_backward(
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", *["arbitrary"] * 3),
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary"),
             vmem_limit_bytes=tiles_lib.vmem_limit_bytes(),
         ),
         cost_estimate=_cost(query, key, value, mask, tiles, sums_in_hbm),

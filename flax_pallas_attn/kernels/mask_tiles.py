@@ -203,13 +203,13 @@ class Walk:
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        sizes = (self.query_size, self.key_size)
-        return sizes if self.by_query else sizes[::-1]
+        query, key = self.query_size, self.key_size
+        return (query, key) if self.by_query else (key, query)
 
     @property
     def _counts(self) -> tuple[int, int]:
-        counts = (self.queries, self.keys)
-        return counts if self.by_query else counts[::-1]
+        queries, keys = self.queries, self.keys
+        return (queries, keys) if self.by_query else (keys, queries)
 
     def spans(self) -> jax.Array | None:
         """For scalar memory: spans of all tiles, flat int32, where the mask is data; else None."""

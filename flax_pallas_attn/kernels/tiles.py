@@ -117,7 +117,7 @@ def tpu_kind() -> str | None:
 
 def vmem_limit_bytes() -> int:
     """VMEM that a kernel may use: of the generation compiled for, or of the smallest one."""
-    return int(_VMEM_BYTES.get(tpu_kind(), _LEAST_VMEM_BYTES) * _USABLE_VMEM)
+    return int(_VMEM_BYTES.get(tpu_kind() or "", _LEAST_VMEM_BYTES) * _USABLE_VMEM)
 
 
 def forward_vmem_bytes(tiles: Tiles, shape: Shape) -> int:
@@ -158,7 +158,8 @@ def default_tiles(shape: Shape) -> Tiles:
     chunk is all that there is or as much as fits.
 
     Raises:
-      NotImplementedError: None fit: the head size is too large.
+      NotImplementedError: None fit: the head size is too large. The text is a reason, to be joined
+        with others.
     """
     sizes = [1024, 512, 256, 128]
     # Large tiles are for the scheduler, which sees all units of a tile at once, and cost time to
@@ -199,20 +200,23 @@ class _Candidate:
 
 
 def _first_that_fits(candidates: list[_Candidate], vmem_bytes, shape: Shape) -> dict[str, int]:
-    """Sizes of the first candidate that fits, with its largest chunk: all, or at least 4 steps."""
+    """Sizes of the first candidate that fits, with its largest chunk.
+
+    A chunk is all that there is or at least 4 steps, but for the last candidate.
+    """
     smallest = {field.name: LANES for field in dataclasses.fields(Tiles)}
     limit = vmem_limit_bytes()
     for candidate in candidates:
         chunk = pad_to(candidate.tokens, candidate.step)
-        least = min(chunk, 4 * candidate.step)
+        least = candidate.step if candidate is candidates[-1] else min(chunk, 4 * candidate.step)
         while chunk >= least:
             sizes = candidate.sizes | {candidate.chunk: chunk}
             if vmem_bytes(Tiles(**(smallest | sizes)), shape) <= limit:
                 return sizes
             chunk = pad_to(chunk // 2, candidate.step) if chunk > candidate.step else 0
     raise NotImplementedError(
-        f"No tiles of the flash kernels fit {limit} bytes of VMEM: the head size "
-        f'({shape.head_dim}, {shape.value_dim}) is too large. Use implementation="xla".'
+        f"no tiles fit {limit} bytes of VMEM at head size {shape.head_dim} and value head size "
+        f"{shape.value_dim} in {8 * shape.itemsize} bits"
     )
 
 
