@@ -1,6 +1,7 @@
 """Generation on the paged cache: the tokens are those of the full forward pass."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,10 @@ import optax
 import pytest
 from flax import nnx
 
+from flax_pallas_attn import aot
 from flax_pallas_attn.paged import OutOfPagesError
 from flax_pallas_attn.rotary import Rotary
-from models.config import GPTConfig
+from models.config import PRESETS, GPTConfig
 from models.generate import append_and_sample, generate, stream
 from models.gpt import GPT
 from models.sampling import GREEDY, Sampling
@@ -163,3 +165,40 @@ def test_learned_positions_decode_too():
     [tokens] = generate(model, [PROMPT], max_new_tokens=20, sampling=GREEDY)
     logits = jax.jit(model)(jnp.array([PROMPT + tokens]))[0, 5:-1]
     assert tokens == np.argmax(logits, axis=-1).tolist()
+
+
+@pytest.mark.tpu_compile
+def test_decoding_compiles_for_tpu():
+    """Each layer runs the kernel, and the cache stays in place."""
+    config = PRESETS["tiny"]
+    model = GPT(config, rngs=nnx.Rngs(0))
+    graphdef, variables = nnx.split(model)
+    cache = model.create_cache(num_pages=32, page_size=16)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def decode(parameters, cache, tokens, page_table, kv_lengths, query_starts, key):
+        return append_and_sample(
+            graphdef,
+            parameters,
+            cache,
+            tokens,
+            page_table,
+            kv_lengths,
+            query_starts,
+            jnp.arange(4),
+            key,
+            sampling=Sampling(top_k=50, top_p=0.9),
+        )
+
+    program = aot.compile_for_tpu(
+        decode,
+        nnx.to_pure_dict(variables),
+        cache,
+        jnp.zeros(4, jnp.int32),
+        jnp.zeros((4, 8), jnp.int32),
+        jnp.ones(4, jnp.int32),
+        jnp.arange(5),
+        jax.random.key(0),
+    )
+    assert program.kernels == ("paged_attention",) * config.num_layers
+    assert program.alias_bytes >= cache.pages.nbytes

@@ -1,6 +1,7 @@
 """A training step: the optimizer is AdamW as written down, and devices do not change it."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +9,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from flax_pallas_attn import aot
 from models.config import GPTConfig
 from models.gpt import GPT
-from train.config import OptimizerConfig
+from train.config import RECIPES, OptimizerConfig
 from train.data import Batch
 from train.loss import IGNORED
 from train.mesh import by_row, data_mesh, replicated
-from train.step import create_state, make_evaluation_step, make_optimizer, make_train_step
+from train.step import (
+    TrainState,
+    create_state,
+    make_evaluation_step,
+    make_optimizer,
+    make_train_step,
+)
 
 CONFIG = GPTConfig(
     vocab_size=32,
@@ -146,3 +154,35 @@ def test_evaluation_counts_real_targets_without_dropout(start):
     first = Batch(inputs=inputs[:5], targets=targets[:5])
     expected, _ = make_evaluation_step(graphdef)(state.parameters, first)
     np.testing.assert_allclose(total, expected, rtol=1e-6)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("generation", aot.TOPOLOGIES)
+def test_the_tiny_step_compiles_for_tpu(generation):
+    """On four chips: each layer runs the kernels, the state stays in place, gradients are summed."""
+    recipe = RECIPES["tiny"]
+    optimizer = make_optimizer(recipe.optimizer, recipe.steps)
+    model = nnx.eval_shape(lambda: GPT(recipe.model, rngs=nnx.Rngs(0)))
+    graphdef, variables = nnx.split(model)
+    parameters = nnx.to_pure_dict(variables)
+    state = TrainState(parameters, jax.eval_shape(optimizer.init, parameters))
+    mesh = aot.topology_mesh(generation, {"data": 4})
+    rows = jax.ShapeDtypeStruct(
+        (recipe.batch_size, recipe.row_tokens), jnp.int32, sharding=by_row(mesh)
+    )
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), state
+    )
+    program = aot.compile_for_tpu(
+        make_train_step(graphdef, optimizer, recipe.seed),
+        state,
+        Batch(inputs=rows, targets=rows),
+        1,
+        topology=generation,
+        mesh=mesh,
+    )
+    layers = recipe.model.num_layers
+    assert sorted(program.kernels) == ["flash_backward"] * layers + ["flash_forward"] * layers
+    assert set(program.collectives) == {"all-reduce"}
+    state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert program.alias_bytes >= state_bytes
