@@ -159,7 +159,7 @@ def test_evaluation_counts_real_targets_without_dropout(start):
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("generation", aot.TOPOLOGIES)
 def test_the_tiny_step_compiles_for_tpu(generation):
-    """On four chips: each layer runs the kernels, the state stays in place, gradients are summed."""
+    """On four chips: layers run the kernels, the state stays in place, gradients are summed."""
     recipe = RECIPES["tiny"]
     optimizer = make_optimizer(recipe.optimizer, recipe.steps)
     model = nnx.eval_shape(lambda: GPT(recipe.model, rngs=nnx.Rngs(0)))
