@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from train.checkpoint import Checkpoints
+from train.checkpoint import CheckpointError, Checkpoints
 from train.config import InputError
 from train.step import TrainState
 
@@ -42,7 +42,7 @@ def test_what_was_saved_comes_back(checkpoints):
     assert checkpoints.latest_step() == 8
     assert_equal(checkpoints.restore(8, make_state(0)), make_state(8))
     assert_equal(checkpoints.restore(5, make_state(0)), make_state(5))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(CheckpointError, match="checkpoints/3 cannot be read"):
         checkpoints.restore(3, make_state(0))
 
 
@@ -96,3 +96,13 @@ def test_what_an_interrupted_save_left_is_removed(tmp_path):
     assert reopened.latest_step() == 2
     assert not left.exists()
     reopened.close()
+
+
+def test_a_damaged_checkpoint_is_named(checkpoints, tmp_path):
+    for step in (1, 2):
+        checkpoints.save(step, make_state(step))
+    checkpoints.wait()
+    (tmp_path / "checkpoints" / "2" / "default" / "_METADATA").write_text("{")
+    with pytest.raises(CheckpointError, match=r"checkpoints/2 cannot be read.*\nDelete it"):
+        checkpoints.restore(2, make_state(0))
+    assert_equal(checkpoints.restore(1, make_state(0)), make_state(1))

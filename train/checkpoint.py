@@ -13,7 +13,7 @@ from train.config import InputError
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; earlier ones are untouched."""
+    """A checkpoint could not be written or read; others are untouched."""
 
 
 class Checkpoints:
@@ -83,8 +83,13 @@ class Checkpoints:
 
         Raises:
           InputError: The checkpoint has other arrays; names the first few.
+          CheckpointError: It cannot be read.
         """
-        saved = _arrays_by_name(self._manager.item_metadata(step).tree)
+        path = self._directory / str(step)
+        try:
+            saved = _arrays_by_name(self._manager.item_metadata(step).tree)
+        except Exception as error:
+            raise _unreadable(path, error) from error
         expected = _arrays_by_name(like)
         differences = [
             f"{name}: {_describe(saved.get(name))} in the checkpoint, "
@@ -95,11 +100,14 @@ class Checkpoints:
         if differences:
             shown = "\n  ".join(differences[:8])
             raise InputError(
-                f"the checkpoint {self._directory / str(step)} is of another model or optimizer; "
+                f"the checkpoint {path} is of another model or optimizer; "
                 f"arrays that differ: {len(differences)}\n  {shown}\n"
                 "Use the settings it was made with, or start another run with --name."
             )
-        return self._manager.restore(step, args=ocp.args.StandardRestore(like))
+        try:
+            return self._manager.restore(step, args=ocp.args.StandardRestore(like))
+        except Exception as error:
+            raise _unreadable(path, error) from error
 
     def close(self) -> None:
         """Waits for what is being written, and lets go of the directory.
@@ -142,5 +150,13 @@ def _describe(array: Any) -> str:
     return "absent" if array is None else f"{array.dtype}{list(array.shape)}"
 
 
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {path} cannot be read: {_first_line(error)}\n"
+        "Delete it to continue from the one before."
+    )
+
+
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    """Without the specification of the file that tensorstore appends."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].partition(" [tensorstore_spec")[0]

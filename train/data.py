@@ -25,7 +25,7 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     """Reads the text to train on, file after file by name, and the text to validate on.
 
     Returns:
-      Both as uint8 `[bytes]`.
+      Both as uint8 `[bytes]`, at least two.
 
     Raises:
       InputError: The directory or the validation file is missing, there is no other file, or the
@@ -50,21 +50,25 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
             f"{config.directory} has no .txt file besides the validation file "
             f"{config.validation_file!r}; add the text to train on."
         )
-    for chosen in (training, validation):
-        if not any(file.stat().st_size for file in chosen):
-            raise InputError(f"{', '.join(map(str, chosen))}: empty; put text into it.")
-    return _read(training), _read(validation)
+    texts = _read(training), _read(validation)
+    for files, text in zip((training, validation), texts, strict=True):
+        if len(text) < 2:
+            raise InputError(
+                f"{', '.join(map(str, files))}: {len(text)} bytes, too few to predict one from "
+                "another; put text there."
+            )
+    return texts
 
 
-def check_length(text: np.ndarray, row_tokens: int, what: str) -> None:
-    """Checks that a text fills at least one row and its last target.
+def check_length(text: np.ndarray, row_tokens: int) -> None:
+    """Checks that the text to train on fills at least one row and its last target.
 
     Raises:
       InputError: It does not.
     """
     if len(text) <= row_tokens:
         raise InputError(
-            f"the {what} text has {len(text)} bytes, too few for one row of "
+            f"the training text has {len(text)} bytes, too few for one row of "
             f"row_tokens={row_tokens} and its last target; add text or lower row_tokens."
         )
 

@@ -55,8 +55,7 @@ def train(config: TrainConfig, console: rich.console.Console) -> None:
       Interrupted: A signal came; the same call continues the run.
     """
     training_text, validation_text = read_text(config.data)
-    check_length(training_text, config.row_tokens, "training")
-    check_length(validation_text, 1, "validation")
+    check_length(training_text, config.row_tokens)
     mesh = data_mesh(config.batch_size)
     directory = config.run_directory
     open_run(config)
