@@ -117,7 +117,7 @@ def tpu_kind() -> str | None:
 
 def vmem_limit_bytes() -> int:
     """VMEM that a kernel may use: of the generation compiled for, or of the smallest one."""
-    return int(_VMEM_BYTES.get(tpu_kind(), _LEAST_VMEM_BYTES) * _USABLE_VMEM)
+    return int(_VMEM_BYTES.get(tpu_kind() or "", _LEAST_VMEM_BYTES) * _USABLE_VMEM)
 
 
 def forward_vmem_bytes(tiles: Tiles, shape: Shape) -> int:
