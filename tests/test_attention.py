@@ -681,6 +681,16 @@ def test_none_warns_once_when_the_kernels_cannot(name):
 
 
 @pytest.mark.tpu_compile
+def test_a_head_that_is_too_large_for_the_kernels_takes_xla():
+    arrays = abstract_qkv(T=16, S=16, H=2**15)
+    with pytest.warns(UserWarning, match=r"no tiles fit \d+ bytes of VMEM at head size 32768"):
+        assert aot.compile_for_tpu(dot_product_attention, *arrays).kernels == ()
+    assert jax.eval_shape(jax.jit(dot_product_attention), *arrays).shape == arrays[0].shape
+    with pytest.raises(NotImplementedError, match="cannot take this call: no tiles fit"):
+        jax.eval_shape(functools.partial(dot_product_attention, implementation="pallas"), *arrays)
+
+
+@pytest.mark.tpu_compile
 def test_case_10_float16_takes_xla_with_a_warning():
     with pytest.warns(UserWarning, match="dtype float16 has no TPU kernel") as caught:
         program = aot.compile_for_tpu(
