@@ -344,13 +344,10 @@ class _Tiles:
         shared = [axis for axis in range(4) if sums.shape[axis] == 1]
         tile = tile.sum(shared, keepdims=True)
         old = self.cut_keys(self.cut_queries(sums, i, 2), j, 3)
-        start = [
-            0 if size == 1 else index * tile_size
-            for size, index, tile_size in zip(
-                sums.shape[2:], (i, j), (self.plan.query_size, self.plan.key_size), strict=True
-            )
-        ]
-        return jax.lax.dynamic_update_slice(sums, old + tile, (0, 0, *start))
+        query_start = 0 if sums.shape[2] == 1 else i * self.plan.query_size
+        key_start = 0 if sums.shape[3] == 1 else j * self.plan.key_size
+        start = [jnp.asarray(index, jnp.int32) for index in (0, 0, query_start, key_start)]
+        return jax.lax.dynamic_update_slice(sums, old + tile, start)
 
     def key_span(self, i) -> Span:
         """The key tiles that query tile `i` meets."""

@@ -28,8 +28,8 @@ from flax_pallas_attn.masking import Mask, Positions, SegmentIds
 # are differences of products of that size. Rounding alone gives at most a third of these.
 TOLERANCE = {"float64": 1e-13, "float32": 3e-6, "float16": 2.5e-3, "bfloat16": 1.8e-2}
 
-# What the suite spends its time on is compiling; this halves it, and no case is large.
-QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0}
+# What these tests spend their time on is compiling; this halves it.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 Attend = Callable[..., tuple[jax.Array, jax.Array]]
 
@@ -97,7 +97,7 @@ def make_call(case: Case, dtype: str) -> Call:
     )
     mask, logits = case.mask(case, random), case.logits(case, random)
     arrays |= {
-        name: getattr(logits, name)
+        name: getattr(logits, name).astype(sums)
         for name in ("bias", "sinks")
         if getattr(logits, name) is not None
     }
@@ -114,8 +114,7 @@ def run(attend: Attend, call: Call, *, compiled: bool = True) -> dict[str, np.nd
 
 @functools.cache
 def _program(attend: Attend):
-    function = functools.partial(_values_and_gradients, attend)
-    return jax.jit(function, compiler_options=QUICK_TO_COMPILE)
+    return quick_jit(functools.partial(_values_and_gradients, attend))
 
 
 def _values_and_gradients(attend, arrays, mask, logits, cotangents):

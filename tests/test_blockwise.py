@@ -14,7 +14,7 @@ from flax_pallas_attn import blockwise, reference
 from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask, SegmentIds
 from tests import conformance
-from tests.conformance import QUICK_TO_COMPILE
+from tests.conformance import quick_jit
 
 # Tiles that divide neither T nor S, so that every case has several, of every kind.
 attend = functools.partial(blockwise.attend, tiles=(16, 24))
@@ -69,7 +69,7 @@ def loss(query, key, value, mask=Mask(lower=0), logits=Logits()):  # noqa: B008
     return (output * weight).sum() + jnp.sin(logsumexp).sum()
 
 
-gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)), compiler_options=QUICK_TO_COMPILE)
+value_and_gradients = jax.value_and_grad(loss, argnums=(0, 1, 2))
 
 
 def assert_trees_close(actual, expected, tolerance=1e-5):
@@ -79,9 +79,11 @@ def assert_trees_close(actual, expected, tolerance=1e-5):
 
 def test_vmap_over_everything():
     arrays = [jnp.stack([x, x[:, ::-1]]) for x in small()]
-    expected = [gradients(*(x[n] for x in arrays)) for n in range(2)]
+    one = quick_jit(value_and_gradients)
+    expected = [one(*(x[n] for x in arrays)) for n in range(2)]
     assert_trees_close(
-        jax.vmap(gradients)(*arrays), jax.tree.map(lambda *x: np.stack(x), *expected)
+        quick_jit(jax.vmap(value_and_gradients))(*arrays),
+        jax.tree.map(lambda *x: np.stack(x), *expected),
     )
 
 
@@ -90,10 +92,13 @@ def test_vmap_over_masks_alone():
     ids = jnp.stack([jnp.arange(40) // 13, jnp.arange(40) // 25 - 1])[:, None].repeat(2, 1)
 
     def of(ids):
-        return gradients(*arrays, Mask(lower=0, segment_ids=SegmentIds(ids, ids)))
+        return value_and_gradients(*arrays, Mask(lower=0, segment_ids=SegmentIds(ids, ids)))
 
-    expected = [of(ids[n]) for n in range(2)]
-    assert_trees_close(jax.vmap(of)(ids), jax.tree.map(lambda *x: np.stack(x), *expected))
+    one = quick_jit(of)
+    expected = [one(ids[n]) for n in range(2)]
+    assert_trees_close(
+        quick_jit(jax.vmap(of))(ids), jax.tree.map(lambda *x: np.stack(x), *expected)
+    )
 
 
 def test_scan_and_remat():
@@ -111,9 +116,11 @@ def test_scan_and_remat():
             x = layer(x, None)[0]
         return (x**2).sum()
 
-    expected = jax.jit(jax.grad(unrolled))(query)
+    expected = quick_jit(jax.grad(unrolled))(query)
     for wrap in (lambda layer: layer, jax.checkpoint):
-        assert_trees_close(jax.jit(jax.grad(functools.partial(total, wrap=wrap)))(query), expected)
+        assert_trees_close(
+            quick_jit(jax.grad(functools.partial(total, wrap=wrap)))(query), expected
+        )
 
 
 def test_traced_mask_in_while_loop():
@@ -128,10 +135,10 @@ def test_traced_mask_in_while_loop():
         )
 
     start = (0, jnp.ones((1, 1, 1, 40), bool), jnp.float32(0))
-    _, _, actual = jax.jit(lambda s: jax.lax.while_loop(lambda s: s[0] < 3, step, s))(start)
+    _, _, actual = quick_jit(lambda s: jax.lax.while_loop(lambda s: s[0] < 3, step, s))(start)
     dense, expected = np.ones((1, 1, 1, 40), bool), 0
     for count in range(3):
-        expected += loss(*arrays, Mask(dense=jnp.asarray(dense)))
+        expected += quick_jit(loss)(*arrays, Mask(dense=jnp.asarray(dense)))
         dense = dense & (np.arange(40) % 7 != count)
     assert_trees_close(actual, expected)
 
@@ -163,8 +170,8 @@ def test_in_shard_map(check_vma):
         return jnp.sin(output).sum() + logsumexp.sum()
 
     grad = jax.grad(total, argnums=(1, 2, 3, 4))
-    actual = jax.jit(functools.partial(grad, sharded))(query, key, value, bias)
-    expected = jax.jit(functools.partial(grad, outputs))(query, key, value, bias)
+    actual = quick_jit(functools.partial(grad, sharded))(query, key, value, bias)
+    expected = quick_jit(functools.partial(grad, outputs))(query, key, value, bias)
     assert_trees_close(actual, expected)
 
 
@@ -174,7 +181,7 @@ def test_cotangent_of_one_document_leaves_the_other():
     ids = jnp.arange(40)[None].repeat(2, 0) // 19
     mask = Mask(segment_ids=SegmentIds(ids, ids))
 
-    @functools.partial(jax.jit, compiler_options=QUICK_TO_COMPILE)
+    @quick_jit
     def pullback(cotangents):
         return jax.vjp(lambda *x: attend(*x, mask, Logits(), scale=0.25), *arrays)[1](cotangents)
 
@@ -195,15 +202,16 @@ def test_slopes_are_not_trained():
     def of_slopes(slopes):
         return loss(*arrays, logits=Logits(slopes=slopes))
 
-    assert not jax.grad(of_slopes)(jnp.arange(4.0)).any()
+    assert not quick_jit(jax.grad(of_slopes))(jnp.arange(4.0)).any()
 
 
 def test_dropout_of_a_part_is_the_part_of_dropout():
     arrays = small(batch=4, kv_heads=4)
     logits = Logits(**conformance.dropout(0.5))
-    whole, _ = attend(*arrays, Mask(), logits, scale=0.25)
     here = dataclasses.replace(logits, first_batch=jnp.int32(2), first_head=jnp.int32(1))
-    part, _ = attend(*(x[2:, 1:3] for x in arrays), Mask(), here, scale=0.25)
+    output = quick_jit(lambda logits, *x: attend(*x, Mask(), logits, scale=0.25)[0])
+    whole = output(logits, *arrays)
+    part = output(here, *(x[2:, 1:3] for x in arrays))
     np.testing.assert_allclose(part, whole[2:, 1:3], atol=1e-5)
 
 
@@ -214,7 +222,7 @@ def test_bfloat16_of_many_heads():
     def of_one_tile(*x):
         return blockwise.attend(*x, Mask(), Logits(), scale=0.25)[0].astype(jnp.float32).sum()
 
-    for x in jax.jit(jax.grad(of_one_tile, argnums=(0, 1, 2)))(*arrays):
+    for x in quick_jit(jax.grad(of_one_tile, argnums=(0, 1, 2)))(*arrays):
         assert np.isfinite(x.astype(np.float32)).all()
 
 
