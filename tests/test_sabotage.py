@@ -31,7 +31,8 @@ def is_rejected(attend, *, compiled: bool, look_first: str = "", errors=Assertio
 
 @pytest.mark.parametrize("name", sabotage.ALL)
 def test_what_is_wrong_is_rejected(name):
-    assert is_rejected(sabotage.ALL[name], compiled=False)
+    attend, look_first = sabotage.ALL[name]
+    assert is_rejected(attend, compiled=False, look_first=look_first)
 
 
 @dataclasses.dataclass(frozen=True)
