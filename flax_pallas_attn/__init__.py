@@ -7,7 +7,7 @@ from flax_pallas_attn.masking import Positions, SegmentIds
 from flax_pallas_attn.paged.allocator import OutOfPagesError, PageAllocator
 from flax_pallas_attn.paged.attention import paged_attention
 from flax_pallas_attn.paged.cache import PagedKVCache
-from flax_pallas_attn.rotary import Rotary
+from flax_pallas_attn.rotary import Llama3Scaling, Rotary, YarnScaling
 from flax_pallas_attn.sharding import AttentionSharding
 
 __version__ = "0.1.0"
@@ -16,6 +16,7 @@ __all__ = [
     "Alibi",
     "AttentionSharding",
     "Dropout",
+    "Llama3Scaling",
     "OutOfPagesError",
     "PageAllocator",
     "PagedKVCache",
@@ -23,6 +24,7 @@ __all__ = [
     "Rotary",
     "SegmentIds",
     "Tiles",
+    "YarnScaling",
     "attention_fn",
     "dot_product_attention",
     "paged_attention",

@@ -176,35 +176,37 @@ def attention_fn(
         )
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    leading = query.shape[:-3]
-
-    def one_batch_axis(x):
-        return x.reshape(math.prod(leading), *x.shape[-3:])
-
-    def scores_shaped(x):
-        """Broadcasts batch axes only where they differ, so that a shared mask stays small."""
-        if x is None or x.ndim <= 3:
-            return x
-        own = x.shape[:-3]
-        if math.prod(own) == 1:
-            return x.reshape(1, *x.shape[-3:])
-        return one_batch_axis(jnp.broadcast_to(x, (*leading, *x.shape[-3:])))
-
+    batch_shape = query.shape[:-3]
     dropout = None
     if not deterministic and dropout_rate > 0:
         dropout = Dropout(rate=dropout_rate, key=dropout_rng, broadcast=broadcast_dropout)
     output = dot_product_attention(
-        one_batch_axis(query),
-        one_batch_axis(key),
-        one_batch_axis(value),
-        scores_shaped(bias),
-        scores_shaped(mask),
+        one_batch_axis(query, batch_shape, 3),
+        one_batch_axis(key, batch_shape, 3),
+        one_batch_axis(value, batch_shape, 3),
+        None if bias is None else one_batch_axis(bias, batch_shape, 3),
+        None if mask is None else one_batch_axis(mask, batch_shape, 3),
         is_causal=is_causal,
         dropout=dropout,
         precision=precision,
     )
     assert isinstance(output, jax.Array)  # no residual was asked for
-    return output.reshape(*leading, *output.shape[-3:])
+    return output.reshape(*batch_shape, *output.shape[-3:])
+
+
+def one_batch_axis(x: jax.Array, batch_shape: tuple[int, ...], rank: int) -> jax.Array:
+    """Merges the axes before the last `rank`, which broadcast to `batch_shape`, into one.
+
+    Axes that are missing or 1 in all of the batch stay 1, so that a mask shared by the batch is not
+    copied for it.
+    """
+    leading = x.shape[: max(x.ndim - rank, 0)]
+    tail = x.shape[len(leading) :]
+    if math.prod(leading) == 1:
+        return x.reshape(1, *tail)
+    if len(batch_shape) == 1:
+        return x
+    return jnp.broadcast_to(x, batch_shape + tail).reshape(-1, *tail)
 
 
 def _choose(call: input_checks.Call, precision, tiles: Tiles | None, implementation: str | None):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.core import Tracer
 
-from flax_pallas_attn.attention import dot_product_attention
+from flax_pallas_attn.attention import dot_product_attention, one_batch_axis
 from flax_pallas_attn.logits import Dropout
 from flax_pallas_attn.masking import Positions, SegmentIds
 from flax_pallas_attn.paged.attention import Implementation, paged_attention
@@ -135,12 +135,12 @@ def attend(
     query, key, value = promote_dtype((query, key, value), dtype=options.dtype)
     batch_shape = query.shape[:-3]
     output = dot_product_attention(
-        *(_one_batch_axis(x, batch_shape, 3) for x in (query, key, value)),
-        mask=None if mask is None else _one_batch_axis(mask, batch_shape, 3),
+        *(one_batch_axis(x, batch_shape, 3) for x in (query, key, value)),
+        mask=None if mask is None else one_batch_axis(mask, batch_shape, 3),
         is_causal=is_causal,
         local_window_size=options.local_window_size,
-        segment_ids=jax.tree.map(lambda x: _one_batch_axis(x, batch_shape, 1), segment_ids),
-        positions=jax.tree.map(lambda x: _one_batch_axis(x, batch_shape, 1), positions),
+        segment_ids=jax.tree.map(lambda x: one_batch_axis(x, batch_shape, 1), segment_ids),
+        positions=jax.tree.map(lambda x: one_batch_axis(x, batch_shape, 1), positions),
         logits_soft_cap=options.logits_soft_cap,
         dropout=dropout,
         precision=options.precision,
@@ -149,21 +149,6 @@ def attend(
     )
     output = cast(jax.Array, output)  # not a pair, as no residual is asked for
     return output.reshape(*batch_shape, *output.shape[1:])
-
-
-def _one_batch_axis(x: jax.Array, batch_shape: tuple[int, ...], rank: int) -> jax.Array:
-    """Merges the axes before the last `rank`, which broadcast to `batch_shape`, into one.
-
-    Axes that are missing or 1 in all of the batch stay 1, so that a mask shared by the batch is not
-    copied for it.
-    """
-    leading = x.shape[: max(x.ndim - rank, 0)]
-    tail = x.shape[len(leading) :]
-    if math.prod(leading) == 1:
-        return x.reshape(1, *tail)
-    if len(batch_shape) == 1:
-        return x
-    return jnp.broadcast_to(x, batch_shape + tail).reshape(-1, *tail)
 
 
 @functools.partial(
