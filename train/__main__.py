@@ -1,6 +1,7 @@
 """`python -m train`: parses the command line, trains, and turns errors into messages."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -63,6 +64,17 @@ def _report_unraisable(unraisable) -> None:
         sys.__unraisablehook__(unraisable)
 
 
+def _quiet_libtpu() -> None:
+    """Keeps libtpu, where it is installed and there is no TPU, from printing what it misses.
+
+    Importing jax has found no TPU where it has told libtpu not to ask for the metadata of one.
+    """
+    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+
+
 if __name__ == "__main__":
+    _quiet_libtpu()
     sys.unraisablehook = _report_unraisable
     sys.exit(main(sys.argv[1:]))
