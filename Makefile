@@ -1,6 +1,6 @@
 # Commands for a fresh clone: each sets up .venv from requirements.txt first, where that is due.
 
-PYTEST = python -m pytest -n logical --maxprocesses 8
+PYTEST = python -m pytest -n logical --maxprocesses 8 --dist loadgroup
 
 .PHONY: help train test test-all test-lowest lint typecheck lock
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -15,6 +14,8 @@ import pytest
 from train.__main__ import main, parse
 from train.config import RECIPES
 from train.metrics import MetricsFile
+
+pytestmark = pytest.mark.xdist_group("runs")  # one worker, so that the runs are made once
 
 REPOSITORY = Path(__file__).parent.parent
 STEPS = 12
@@ -87,7 +88,7 @@ def environment(cache):
     }
 
 
-def run(arguments, cache, **options):
+def run(arguments, cache):
     return subprocess.run(
         arguments,
         cwd=REPOSITORY,
@@ -96,7 +97,6 @@ def run(arguments, cache, **options):
         text=True,
         timeout=300,
         check=False,
-        **options,
     )
 
 
@@ -118,8 +118,9 @@ def kill_during_a_save(arguments, cache, checkpoints):
     return sorted(os.listdir(checkpoints))
 
 
-def refuse_large_files():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, resource.RLIM_INFINITY))
+def refusing_large_files(arguments):
+    """A file may grow to 32 blocks of 512 bytes: the system refuses more, as on a full disk."""
+    return ["sh", "-c", 'ulimit -f 32 && exec "$@"', "sh", *arguments]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +134,7 @@ def runs(tmp_path_factory):
     broken = command(root / "broken", root / "text")
     checkpoints = root / "broken" / "run" / "checkpoints"
     results["killed"] = kill_during_a_save(broken, cache, checkpoints)
-    results["full"] = run(broken, cache, preexec_fn=refuse_large_files)
+    results["full"] = run(refusing_large_files(broken), cache)
     results["after full"] = sorted(os.listdir(checkpoints))
     results["resumed"] = run(broken, cache)
     return results
