@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_pallas_attn.kernels import tiles as tiles_lib
-from flax_pallas_attn.kernels.flash_forward import visited_scores
 from flax_pallas_attn.kernels.mask_tiles import (
     MaskInputs,
     TileAxis,
@@ -185,7 +184,7 @@ def flash_backward(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary"),
             vmem_limit_bytes=tiles_lib.vmem_limit_bytes(),
         ),
-        cost_estimate=_cost(query, key, value, mask, tiles, sums_in_hbm),
+        cost_estimate=_cost(query, key, value, walk, tiles, sums_in_hbm),
         name="flash_backward",
     )(*prefetched, inputs)
     if sums_in_hbm:
@@ -297,12 +296,11 @@ def _kernel(*refs, walk: Walk, scale: float, precision, tiles: Tiles, sums_in_hb
             pltpu.sync_copy(sum_ref, hbm_tile(out_ref))
 
 
-def _cost(query, key, value, mask, tiles, sums_in_hbm) -> pl.CostEstimate:
-    """Work of the tiles that are visited: exact for a static mask, an upper bound for others."""
+def _cost(query, key, value, walk: Walk, tiles: Tiles, sums_in_hbm: bool) -> pl.CostEstimate:
+    """Work of what is visited: exact for a static mask, an upper bound for others."""
     batch, heads, queries, head_dim = query.shape
-    kv_heads, keys, value_dim = value.shape[1:]
-    scores = visited_scores(mask, tiles.backward_query, tiles.backward_key, queries, keys)
-    scores *= batch * heads
+    kv_heads, _, value_dim = value.shape[1:]
+    scores = batch * heads * walk.scores
     rounds = (heads // kv_heads) * pl.cdiv(queries, tiles.backward_query_chunk)
     row_bytes = (2 * head_dim + value_dim) * query.dtype.itemsize + 8
     key_bytes = key.nbytes + value.nbytes

@@ -160,7 +160,7 @@ def flash_forward(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=tiles_lib.vmem_limit_bytes(),
         ),
-        cost_estimate=forward_cost(query, key, value, mask, tiles),
+        cost_estimate=_cost(query, key, value, walk, tiles),
         name="flash_forward",
     )(*prefetched, inputs)
     return output, logsumexp[:, :, 0]
@@ -232,12 +232,12 @@ def _kernel(*refs, walk: Walk, scale: float, precision, tiles: Tiles):
         logsumexp_ref[0, 0] = (scratch.maximum[...] + jnp.log2(total)) * LN_2
 
 
-def forward_cost(query, key, value, mask: Mask, tiles: Tiles) -> pl.CostEstimate:
-    """Work of the tiles that are visited: exact for a static mask, an upper bound for others."""
+def _cost(query, key, value, walk: Walk, tiles: Tiles) -> pl.CostEstimate:
+    """Work of what is visited: exact for a static mask, an upper bound for others."""
     batch, heads, queries, head_dim = query.shape
-    keys, value_dim = value.shape[2:]
-    scores = batch * heads * visited_scores(mask, tiles.query, tiles.key, queries, keys)
-    chunks = pl.cdiv(keys, tiles.key_chunk)
+    value_dim = value.shape[3]
+    scores = batch * heads * walk.scores
+    chunks = pl.cdiv(walk.keys, tiles.key_chunk)
     copies = 1 if chunks == 1 else (heads // key.shape[1]) * pl.cdiv(queries, tiles.query)
     return pl.CostEstimate(
         flops=2 * scores * (head_dim + value_dim),
@@ -246,14 +246,3 @@ def forward_cost(query, key, value, mask: Mask, tiles: Tiles) -> pl.CostEstimate
         + (query.size // head_dim) * (value_dim * query.dtype.itemsize + 4)
         + copies * (key.nbytes + value.nbytes),
     )
-
-
-def visited_scores(mask: Mask, query_size: int, key_size: int, queries: int, keys: int) -> int:
-    """Scores that are computed for one head, by arithmetic over the query tiles."""
-    if mask.positions is not None:
-        mask = Mask()
-    spans = (
-        mask.key_span(i, query_size, key_size, queries, keys)
-        for i in range(pl.cdiv(queries, query_size))
-    )
-    return query_size * key_size * sum(span.stop - span.start for span in spans)

@@ -202,6 +202,19 @@ class Walk:
         return self.mask.is_band and own % other == 0
 
     @property
+    def scores(self) -> int:
+        """Scores that are computed for one head: exact for a static mask, else an upper bound."""
+        query_size, key_size = self.query_size, self.key_size
+        if self.is_band:
+            query_size, key_size = self.unit_queries, self.unit_keys
+        mask = Mask() if self.mask.positions is not None else self.mask
+        spans = (
+            mask.key_span(i, query_size, key_size, self.queries, self.keys)
+            for i in range(pl.cdiv(self.queries, query_size))
+        )
+        return query_size * key_size * sum(span.stop - span.start for span in spans)
+
+    @property
     def _sizes(self) -> tuple[int, int]:
         query, key = self.query_size, self.key_size
         return (query, key) if self.by_query else (key, query)

@@ -1,0 +1,44 @@
+"""The work of a flash kernel's walk, against masks written out."""
+
+import numpy as np
+import pytest
+
+from flax_pallas_attn.kernels.mask_tiles import Walk
+from flax_pallas_attn.masking import Mask
+
+
+@pytest.mark.parametrize("by_query", [True, False])
+@pytest.mark.parametrize(
+    ("lower", "upper", "offset"),
+    [(None, None, 0), (0, None, 0), (0, 40, 0), (-30, 25, 7), (0, None, 64), (5, 200, -40)],
+)
+@pytest.mark.parametrize(("queries", "keys"), [(256, 256), (250, 300), (64, 512), (130, 90)])
+def test_scores_are_those_of_the_units_that_hold_anything(
+    by_query, lower, upper, offset, queries, keys
+):
+    unit, query_size, key_size = 16, 64, 64
+    walk = Walk(
+        mask=Mask(lower=lower, upper=upper, query_offset=offset),
+        by_query=by_query,
+        unit=unit,
+        query_size=query_size,
+        key_size=key_size,
+        queries=queries,
+        keys=keys,
+    )
+    # Units run over the ends of the arrays, so the mask is written out to whole ones.
+    rows, columns = -(-queries // unit) * unit, -(-keys // unit) * unit
+    distance = np.arange(rows)[:, None] + offset - np.arange(columns)
+    visible = np.ones_like(distance, bool)
+    if lower is not None:
+        visible &= distance >= lower
+    if upper is not None:
+        visible &= distance <= upper
+    units = visible.reshape(rows // unit, unit, columns // unit, unit).any(axis=(1, 3))
+    assert walk.scores == units.sum() * unit**2
+
+
+def test_scores_of_a_causal_mask_are_near_half():
+    sizes = {"unit": 256, "query_size": 1024, "key_size": 1024, "queries": 4096, "keys": 4096}
+    causal = Walk(mask=Mask(lower=0), by_query=True, **sizes)
+    assert causal.scores == 4096**2 * (16 + 1) // (2 * 16)
