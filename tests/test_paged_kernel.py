@@ -173,15 +173,14 @@ def compile_call(
     value_head_dim=None,
     page_size=16,
     table_pages=32,
-    num_pages=256,
     dtype="bfloat16",
     **options,
 ):
-    """Compiles a call of the public function, its cache donated."""
+    """Compiles a call of the public function, its cache of 128k tokens donated."""
     cache = jax.eval_shape(
         lambda: PagedKVCache.create(
             num_layers=2,
-            num_pages=num_pages,
+            num_pages=(1 << 17) // page_size,
             page_size=page_size,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -279,7 +278,6 @@ SHAPES = {
         "sequences": 1,
         "tokens": 2048,
         "table_pages": 2048,
-        "num_pages": 8192,
     },
 }
 
