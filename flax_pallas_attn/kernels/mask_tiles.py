@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from flax_pallas_attn.kernels.tiles import pad_to
 from flax_pallas_attn.masking import Mask, Span, Tokens, tile_spans
 
 
@@ -241,7 +242,7 @@ class Walk:
         span = self.mask.key_span if self.by_query else self.mask.query_span
         queries, keys = self.queries, self.keys
         if self.is_band:  # the ends are cut unit by unit
-            queries, keys = _pad_to(queries, self.query_size), _pad_to(keys, self.key_size)
+            queries, keys = pad_to(queries, self.query_size), pad_to(keys, self.key_size)
         return span(tile, self.query_size, self.key_size, queries, keys)
 
     def visit(self, tile, span: Span, first, tiles: int, body: Callable) -> None:
@@ -387,7 +388,3 @@ def _minimum(x, y: int):
 
 def _clip(x, stop: int):
     return min(max(x, 0), stop) if isinstance(x, int) else jnp.clip(x, 0, stop)
-
-
-def _pad_to(count: int, size: int) -> int:
-    return -(-count // size) * size
