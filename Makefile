@@ -1,6 +1,7 @@
 # Commands for a fresh clone: each sets up .venv from requirements.txt first, where that is due.
 
-PYTEST = python -m pytest -n logical --maxprocesses 8 --dist loadgroup
+# A file's tests share what they compiled and ran, so they stay on one worker.
+PYTEST = python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
 .PHONY: help train test test-all test-lowest lint typecheck lock
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 # Read when jax is imported. A process that a test starts must not look for a TPU either.
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Most of a test's time goes into compiling for the CPU what then runs once.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 import hypothesis
 import jax

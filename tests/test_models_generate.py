@@ -18,8 +18,6 @@ from models.generate import append_and_sample, generate, stream
 from models.gpt import GPT
 from models.sampling import GREEDY, Sampling
 
-pytestmark = pytest.mark.xdist_group("trained model")  # one worker, so that it is trained once
-
 CONFIG = GPTConfig(
     vocab_size=50,
     context_tokens=96,

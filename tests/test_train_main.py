@@ -15,8 +15,6 @@ from train.__main__ import main, parse
 from train.config import RECIPES
 from train.metrics import MetricsFile
 
-pytestmark = pytest.mark.xdist_group("runs")  # one worker, so that the runs are made once
-
 REPOSITORY = Path(__file__).parent.parent
 STEPS = 12
 SETTINGS = [

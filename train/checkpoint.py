@@ -32,7 +32,8 @@ class Checkpoints:
           keep: How many of the latest to keep.
           asynchronous: Whether `save` returns before everything is written.
         """
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # errors are raised as well
+        for name in ("absl", "asyncio"):  # errors are raised as well
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self._directory = directory.absolute()
         self._manager = ocp.CheckpointManager(
             self._directory,
