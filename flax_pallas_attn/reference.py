@@ -36,7 +36,8 @@ def attend(
     Returns:
       Output `[B, N, T, Hv]` in the query's dtype and logsumexp `[B, N, T]` in float32 (float64
       for float64 inputs). A row that sees nothing is zero and -inf; one that sees a key or value
-      that is not finite is NaN; neither touches another row.
+      that is not finite is NaN (the kernels let a score of -inf, of an infinite key, hide its
+      key); neither touches another row.
     """
     batch, heads, queries, _ = query.shape
     kv_heads, keys = key.shape[1:3]
