@@ -269,9 +269,10 @@ def _backward(
     dk, dv = (x[:, :, : tiles.keys] for x in (dk, dv))
     dsinks = None
     if logits.sinks is not None:
-        probability = jnp.exp(logits.sinks.astype(sums)[:, None] - logsumexp)
-        row = jnp.where(logsumexp == -jnp.inf, 0, -probability * tiles.ungrouped(offset))
-        dsinks = row.sum((0, 2)).astype(logits.sinks.dtype)
+        rows = logits_lib.sinks_gradient(
+            logits.sinks.astype(sums)[:, None], logsumexp, tiles.ungrouped(offset)
+        )
+        dsinks = rows.sum((0, 2)).astype(logits.sinks.dtype)
     if logits.bias is not None:
         assert dbias is not None
         dbias = dbias[:, :, : tiles.queries, : tiles.keys].astype(logits.bias.dtype)
@@ -419,14 +420,13 @@ class _Tiles:
         query, key = self.tokens(i, j)
         rows, columns = self.logits.dropout_indices(self.batch, self.heads)
         per_head = (self.kv_heads, 1, self.group, 1) if columns.size > 1 else (1, 1, 1, 1)
-        return logits_lib.dropout_keep(
+        dropout_rows = logits_lib.dropout_rows(
             self.logits.dropout_seed,
-            self.logits.dropout_rate,
             rows[:, None, None, None, None],
             columns.reshape(per_head),
             query.position,
-            key.position,
         )
+        return logits_lib.dropout_keep(dropout_rows, self.logits.dropout_rate, key.position)
 
 
 def _over_batch(span: Span) -> Span:

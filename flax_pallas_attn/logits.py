@@ -121,40 +121,61 @@ def alibi(slope: jax.Array, query: Tokens, key: Tokens) -> jax.Array:
     return -slope * jnp.abs(query.position - key.position).astype(jnp.float32)
 
 
-def dropout_keep(
+def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, offset: jax.Array) -> jax.Array:
+    """What each row adds to the gradient of its sink.
+
+    Args:
+      sinks: Broadcasts against the rows.
+      logsumexp: Of the rows, -inf where a row sees nothing.
+      offset: Sum over Hv of output times its gradient, less the gradient of the logsumexp.
+    """
+    return jnp.where(logsumexp == -jnp.inf, 0, -jnp.exp(sinks - logsumexp) * offset)
+
+
+def dropout_rows(
     seed: jax.Array,
-    rate: float,
     batch_index: jax.Array | int,
     head_index: jax.Array | int,
     query_position: jax.Array,
-    key_position: jax.Array,
 ) -> jax.Array:
-    """Which pairs survive dropout: bool of the arguments' broadcast shape.
+    """What `dropout_keep` has to know of a query: uint32 of the arguments' broadcast shape.
 
     A counter-based hash: the words are mixed in one after another, each followed by the 32-bit
-    finaliser "lowbias32", whose avalanche bias is published in its source, and the result is
-    compared with `rate * 2**32`. Only 32-bit integer multiplication, xor and shift, so that it is
-    the same on every device.
+    finaliser "lowbias32", whose avalanche bias is published in its source. Only 32-bit integer
+    multiplication, xor and shift, so that it is the same on every device.
 
     Args:
       seed: uint32 `[2]`.
-      rate: In `[0, 1)`.
       batch_index: Row of the batch (0 when the pattern is shared).
       head_index: Query head (0 when the pattern is shared).
       query_position: Integers.
-      key_position: Integers.
 
     Source: Wellons, "Prospecting for Hash Functions", 2018.
     """
+    state = _mix(seed[0] ^ _mix(_word(batch_index) ^ _mix(seed[1] ^ _word(head_index))))
+    return _mix(state ^ _word(query_position))
 
-    def mix(x):
-        x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-        x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-        return x ^ (x >> 16)
 
-    def word(x):
-        return jnp.asarray(x).astype(jnp.uint32)
+def dropout_keep(rows: jax.Array, rate: float, key_position: jax.Array) -> jax.Array:
+    """Which pairs survive dropout: bool of the arguments' broadcast shape.
 
-    state = mix(seed[0] ^ mix(word(batch_index) ^ mix(seed[1] ^ word(head_index))))
-    state = mix(mix(state ^ word(query_position)) ^ word(key_position))
-    return state >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+    Args:
+      rows: Of `dropout_rows`.
+      rate: In `[0, 1)`: what is hashed to less than `rate * 2**32` is dropped.
+      key_position: Integers.
+    """
+    # Compared as signed, which is all that a TPU's vector unit has: the first bit is turned.
+    turned = jax.lax.bitcast_convert_type(
+        _mix(rows ^ _word(key_position)) ^ jnp.uint32(2**31), jnp.int32
+    )
+    return turned >= min(round(rate * 2**32), 2**32 - 1) - 2**31
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _word(x: jax.Array | int) -> jax.Array:
+    return jnp.asarray(x).astype(jnp.uint32)

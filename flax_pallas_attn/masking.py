@@ -130,9 +130,9 @@ class Mask:
         return self.is_static and self.rule is None and self.dense is None
 
     @property
-    def hides_nothing(self) -> bool:
-        """Whether every query sees every key."""
-        return self.is_band and self.lower is None and self.upper is None
+    def uses_positions(self) -> bool:
+        """Whether where tokens stand decides anything."""
+        return not (self.lower is None and self.upper is None and self.rule is None)
 
     def visible(
         self, query: Tokens, key: Tokens, dense: jax.Array | None = None

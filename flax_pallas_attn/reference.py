@@ -93,13 +93,14 @@ def attend(
 
     if logits.dropout_seed is not None:
         rows, columns = logits.dropout_indices(batch, heads)
-        keep = logits_lib.dropout_keep(
+        dropout_rows = logits_lib.dropout_rows(
             logits.dropout_seed,
-            logits.dropout_rate,
             rows[:, None, None, None],
             columns[:, None, None],
             _per_head(query_tokens).position,
-            _per_head(key_tokens).position,
+        )
+        keep = logits_lib.dropout_keep(
+            dropout_rows, logits.dropout_rate, _per_head(key_tokens).position
         )
         probabilities = jnp.where(keep, probabilities / (1 - logits.dropout_rate), 0)
     output = jnp.einsum(

@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from flax_pallas_attn.kernels import flash
 from flax_pallas_attn.kernels import tiles as tiles_lib
 from flax_pallas_attn.kernels.flash_forward import flash_forward
+from flax_pallas_attn.kernels.score_tiles import ScoreOptions
 from flax_pallas_attn.kernels.tiles import Tiles
 from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask
@@ -28,13 +29,15 @@ TILES = Tiles(
     backward_query=128,
     backward_query_chunk=256,
 )
-LACKS = ("logits_soft_cap", "bias", "bias=Alibi", "sinks", "dropout")
 QUERIES, KEYS = 300, 333
 
 attend = functools.partial(flash.attend, tiles=TILES)
 
 # A case takes some 4 s to compile for the interpreter: these meet each branch of the kernels.
 QUICK = {
+    "every option, segments, causal, float32",
+    "bias, of keys, a third -inf, float32",
+    "bias, of queries, most -inf, float32",
     "causal, aligned at the end, shared by a group of two, float32",
     "window, float32",
     "segments, causal, window, bfloat16",
@@ -50,7 +53,7 @@ QUICK = {
 }
 
 
-CHECKS = conformance.checks(queries=QUERIES, keys=KEYS, without=LACKS)
+CHECKS = conformance.checks(queries=QUERIES, keys=KEYS)
 assert {str(check) for check in CHECKS} >= QUICK
 
 
@@ -65,12 +68,32 @@ def test_conforms(check, interpret):
     check(attend)
 
 
+FOLDED = {case.name: case for case in conformance.cases(queries=21, keys=KEYS)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "every option, segments, causal",
+        "causal, aligned at the end, shared by a group of two",
+        pytest.param("dense, causal, segments", marks=pytest.mark.slow),
+        pytest.param("ALiBi, positions", marks=pytest.mark.slow),
+        pytest.param("bias, of queries, most -inf", marks=pytest.mark.slow),
+        pytest.param("six heads, three KV heads, sizes 40 and 24", marks=pytest.mark.slow),
+    ],
+)
+def test_few_queries_of_a_group_are_one_tile(name, interpret):
+    case = FOLDED[name]
+    assert case.heads > case.kv_heads
+    conformance.check_case(attend, case, "float32")
+
+
 @pytest.mark.slow
 @hypothesis.given(conformance.drawn_cases(most=400))
 @hypothesis.settings(max_examples=150)
 def test_drawn(case):
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
-        conformance.check_case(attend, dataclasses.replace(case, logits=lambda *_: Logits()))
+        conformance.check_case(attend, case)
 
 
 CAUSAL = Case(
@@ -110,8 +133,9 @@ def test_output_in_the_query_s_memory(interpret):
         flash_forward, scale=0.25, precision=None, tiles=dataclasses.replace(TILES, key_chunk=128)
     )
     mask = Mask(lower=0)
-    fresh = forward(query, key, value, mask, reuse_query=False)
-    reused = forward(query, key, value, mask, reuse_query=True)
+    arrays = (query, key, value, mask, ScoreOptions.of(Logits(), mask, 1, 2, 256))
+    fresh = forward(*arrays, reuse_query=False)
+    reused = forward(*arrays, reuse_query=True)
     jax.tree.map(np.testing.assert_array_equal, reused, fresh)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_pallas_attn.logits import Logits, alibi, cap, dropout_keep
+from flax_pallas_attn.logits import Logits, alibi, cap, dropout_keep, dropout_rows
 from flax_pallas_attn.masking import Tokens
 
 SEED = (7, 3_000_000_000)
@@ -16,7 +16,8 @@ def keep(rate, shape=(2, 3, 40, 50), seed=SEED, start=(0, 0, 0, 0)):
         (first + jnp.arange(size)).reshape([-1 if n == axis else 1 for n in range(4)])
         for axis, (size, first) in enumerate(zip(shape, start, strict=True))
     ]
-    return np.asarray(dropout_keep(jnp.array(seed, jnp.uint32), rate, *index))
+    rows = dropout_rows(jnp.array(seed, jnp.uint32), *index[:3])
+    return np.asarray(dropout_keep(rows, rate, index[3]))
 
 
 def keep_by_hand(seed, rate, *words):

@@ -113,18 +113,19 @@ def test_dense_and_stop():
 
 
 @pytest.mark.parametrize(
-    ("mask", "hides_nothing", "is_static"),
+    ("mask", "uses_positions", "is_static"),
     [
-        (Mask(), True, True),
-        (Mask(query_offset=3), True, True),
-        (Mask(upper=0), False, True),
+        (Mask(query_offset=3), False, True),
+        (Mask(upper=0), True, True),
+        (Mask(lower=0), True, True),
+        (Mask(rule=lambda query, key: query == key), True, True),
         (Mask(dense=jnp.ones((1, 1, 1, 1))), False, True),
         (Mask(segment_ids=SegmentIds(jnp.zeros((1, 2)), jnp.zeros((1, 2)))), False, False),
         (Mask(positions=Positions(jnp.zeros((1, 2)), jnp.zeros((1, 2)))), False, False),
     ],
 )
-def test_what_is_known_while_tracing(mask, hides_nothing, is_static):
-    assert mask.hides_nothing == hides_nothing
+def test_what_is_known_while_tracing(mask, uses_positions, is_static):
+    assert mask.uses_positions == uses_positions
     assert mask.is_static == is_static
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 from flax_pallas_attn import reference
-from flax_pallas_attn.logits import Logits, dropout_keep
+from flax_pallas_attn.logits import Logits, dropout_keep, dropout_rows
 from flax_pallas_attn.masking import Mask
 from tests import conformance
 from tests.conformance import Case
@@ -47,13 +47,8 @@ def by_hand(call, case):
         probabilities = weights / total
         if logits.dropout_seed is not None:
             who = (0, 0) if logits.dropout_broadcast else (b, n)
-            kept = dropout_keep(
-                jnp.asarray(logits.dropout_seed),
-                logits.dropout_rate,
-                *who,
-                at[i],
-                jnp.asarray(key_at),
-            )
+            row = dropout_rows(jnp.asarray(logits.dropout_seed), *who, at[i])
+            kept = dropout_keep(row, logits.dropout_rate, jnp.asarray(key_at))
             probabilities = np.where(kept, probabilities / (1 - logits.dropout_rate), 0)
         output[b, n, i] = probabilities @ value[b, kv_head]
         logsumexp[b, n, i] = np.log(total)

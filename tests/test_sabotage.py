@@ -12,7 +12,7 @@ import pytest
 
 import flax_pallas_attn
 from tests import conformance, sabotage
-from tests.test_flash import LACKS, TILES
+from tests.test_flash import TILES
 
 PACKAGE = pathlib.Path(flax_pallas_attn.__file__).parent
 
@@ -107,14 +107,17 @@ FLASH = [
         "kernels/flash_forward.py", "scores + not_finite_rows", "scores * not_finite_rows", "nan"
     ),
     Mutation("kernels/flash_forward.py", "walk.key_stop", "walk.query_stop"),
-    Mutation("kernels/flash_backward.py", "probabilities * change", "probabilities + change"),
+    Mutation("kernels/flash_forward.py", "factor *= shrink", "factor /= shrink", "sinks"),
     Mutation("kernels/flash_backward.py", "(LN_2, 1.0)", "(1.0, 1.0)"),
     Mutation("kernels/flash_backward.py", ".T * scale", ".T / scale"),
+    Mutation("kernels/score_tiles.py", "(change - delta)", "(change + delta)"),
+    Mutation("kernels/score_tiles.py", "self.bias * LOG2_E", "self.bias", "bias"),
     Mutation(
-        "kernels/flash_backward.py",
-        "output_gradient, (1, 1), precision) - delta",
-        "output_gradient, (1, 1), precision) + delta",
+        "kernels/score_tiles.py", "* LOG2_E)\n        scores", ")\n        scores", "soft cap"
     ),
+    Mutation("kernels/score_tiles.py", "self.bias != -jnp.inf", "self.bias == self.bias", "bias"),
+    Mutation("kernels/score_tiles.py", "kept * rescale, change", "kept, change", "dropout"),
+    Mutation("kernels/flash_bias_gradient.py", "sum(axis=1,", "max(axis=1,", "bias"),
     Mutation("kernels/online_softmax.py", "jnp.exp2(scores - shift)", "jnp.exp2(scores + shift)"),
     Mutation("kernels/online_softmax.py", "jnp.exp2(maximum - shift)", "jnp.exp2(shift - maximum)"),
     Mutation("masking.py", "distance >= self.lower", "distance > self.lower", "segments, causal"),
@@ -168,5 +171,4 @@ def test_mutations_of_the_kernels_are_rejected(mutation, interpret, tmp_path):
         errors=Exception,
         queries=200,
         keys=300,
-        without=LACKS,
     )

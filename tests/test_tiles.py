@@ -40,7 +40,7 @@ def shape(
     value_dim=128,
     itemsize=2,
     is_band=True,
-    has_dense=False,
+    pair_bytes=0,
 ):
     return Shape(
         queries=queries,
@@ -49,7 +49,7 @@ def shape(
         value_dim=value_dim,
         itemsize=itemsize,
         is_band=is_band,
-        has_dense=has_dense,
+        pair_bytes=pair_bytes,
     )
 
 
@@ -75,7 +75,7 @@ def assert_tiles_fit(shape):
         value_dim=st.integers(1, 512),
         itemsize=st.sampled_from([2, 4]),
         is_band=st.booleans(),
-        has_dense=st.booleans(),
+        pair_bytes=st.sampled_from([0, 1, 4, 5]),
     )
 )
 @hypothesis.settings(max_examples=200)
@@ -181,7 +181,7 @@ def test_shape_of_a_call(mask, is_band):
         head_dim=64,
         value_dim=32,
         is_band=is_band,
-        has_dense=mask.dense is not None,
+        pair_bytes=0 if mask.dense is None else 1,
     )
 
 

@@ -6,10 +6,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from flax_pallas_attn import logits as logits_lib
 from flax_pallas_attn.kernels import tiles as tiles_lib
 from flax_pallas_attn.kernels.flash_backward import flash_backward
+from flax_pallas_attn.kernels.flash_bias_gradient import flash_bias_gradient
 from flax_pallas_attn.kernels.flash_forward import flash_forward
-from flax_pallas_attn.kernels.tiles import Tiles
+from flax_pallas_attn.kernels.score_tiles import ScoreOptions, fold_group
+from flax_pallas_attn.kernels.tiles import LANES, Tiles
 from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask
 from flax_pallas_attn.sharding import vary_alike
@@ -32,14 +35,14 @@ def reasons_against(
     tiles: Tiles | None,
 ) -> list[str]:
     """Why these kernels cannot take a call; empty when they can. Arguments as `attend`."""
-    reasons = [f"{name} is not in the Pallas kernels yet" for name in logits.used]
+    reasons = []
     if query.dtype not in (jnp.bfloat16, jnp.float32):
         reasons.append(
             f"dtype {query.dtype} has no TPU kernel (Mosaic compiles bfloat16 and float32)"
         )
     if tiles is None:
         try:
-            tiles_lib.default_tiles(tiles_lib.shape_of(query, key, value, mask))
+            tiles_lib.default_tiles(tiles_lib.shape_of(query, key, value, mask, logits.bias))
         except NotImplementedError as error:
             reasons.append(str(error))
     return reasons
@@ -63,7 +66,7 @@ def attend(
       key: `[B, K, S, H]`.
       value: `[B, K, S, Hv]`.
       mask: Who may attend to whom.
-      logits: Must be empty.
+      logits: Soft cap, bias, ALiBi, sinks, dropout.
       scale: Factor on the scores, static.
       precision: Of float32 products; None is full precision.
       tiles: Tile sizes; None chooses.
@@ -77,48 +80,61 @@ def attend(
             + "; ".join(reasons)
             + '. Use implementation="xla", or None to let the package choose.'
         )
+    batch, heads, queries, _ = query.shape
+    kv_heads, keys = key.shape[1:3]
+    score_options = ScoreOptions.of(logits, mask, batch, heads, queries)
+    if is_folded := kv_heads < heads and queries < LANES:
+        query, mask, score_options = fold_group(query, keys, kv_heads, mask, score_options)
     if tiles is None:
-        tiles = tiles_lib.default_tiles(tiles_lib.shape_of(query, key, value, mask))
+        shape = tiles_lib.shape_of(query, key, value, mask, score_options.bias)
+        tiles = tiles_lib.default_tiles(shape)
     options = _Options(scale=scale, precision=precision, tiles=tiles)
-    return _attend(*vary_alike((query, key, value, mask)), options)
+    output, logsumexp = _attend(*vary_alike((query, key, value, mask, score_options)), options)
+    if is_folded:
+        output = output.reshape(batch, heads, queries, -1)
+        logsumexp = logsumexp.reshape(batch, heads, queries)
+    return output, logsumexp
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("options",))
-def _attend(query, key, value, mask, options: _Options):
+def _attend(query, key, value, mask, score_options, options: _Options):
     forward = functools.partial(flash_forward, **_as_arguments(options))
     fresh = functools.partial(forward, reuse_query=False)
+    arrays = (query, key, value, mask, score_options)
     if query.shape[-1] != value.shape[-1]:
-        return fresh(query, key, value, mask)
+        return fresh(*arrays)
     # Elsewhere the kernel is interpreted, which gives an output in reused memory the shape of its
     # tiles and not its own (jax 0.12).
     reusing = functools.partial(forward, reuse_query=True)
-    return jax.lax.platform_dependent(query, key, value, mask, tpu=reusing, default=fresh)
+    return jax.lax.platform_dependent(*arrays, tpu=reusing, default=fresh)
 
 
-def _attend_forward(query, key, value, mask, options: _Options):
-    output, logsumexp = flash_forward(
-        query, key, value, mask, **_as_arguments(options), reuse_query=False
-    )
-    return (output, logsumexp), (query, key, value, mask, output, logsumexp)
+def _attend_forward(query, key, value, mask, score_options, options: _Options):
+    arrays = (query, key, value, mask, score_options)
+    results = flash_forward(*arrays, **_as_arguments(options), reuse_query=False)
+    return results, (arrays, results)
 
 
 def _attend_backward(options: _Options, residuals, gradients):
-    query, key, value, mask, output, logsumexp = residuals
+    (query, key, value, mask, score_options), (output, logsumexp) = residuals
     output_gradient, logsumexp_gradient = gradients
     delta = jnp.einsum(
         "bnth,bnth->bnt", output, output_gradient, preferred_element_type=jnp.float32
     )
-    query, key, value = flash_backward(
-        query,
-        key,
-        value,
-        output_gradient,
-        logsumexp,
-        delta - logsumexp_gradient,
-        mask,
-        **_as_arguments(options),
-    )
-    return query, key, value, None
+    delta -= logsumexp_gradient
+    arrays = (query, key, value, output_gradient, logsumexp, delta, mask, score_options)
+    arguments = _as_arguments(options)
+    option_gradients = jax.tree.map(lambda _: None, score_options)
+    if score_options.bias is not None:
+        gradient = flash_bias_gradient(*arrays, **arguments)
+        option_gradients = dataclasses.replace(option_gradients, bias=gradient)
+    if score_options.sinks is not None:
+        sinks = score_options.sinks
+        rows = logits_lib.sinks_gradient(sinks[..., 0], logsumexp, delta)
+        shared = [axis for axis, size in enumerate(sinks.shape[:3]) if size == 1]
+        gradient = rows.sum(shared, keepdims=True)[..., None]
+        option_gradients = dataclasses.replace(option_gradients, sinks=gradient)
+    return *flash_backward(*arrays, **arguments), None, option_gradients
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -18,17 +18,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_pallas_attn.kernels import tiles as tiles_lib
-from flax_pallas_attn.kernels.mask_tiles import (
-    MaskInputs,
-    TileAxis,
-    Unit,
-    Walk,
-    mask_inputs,
-    mask_specs,
-    visible_unit,
-)
 from flax_pallas_attn.kernels.online_softmax import LN_2, LOG2_E, dot, finite
+from flax_pallas_attn.kernels.score_tiles import (
+    ScoreInputs,
+    ScoreOptions,
+    ScoreTile,
+    TileAxis,
+    score_inputs,
+    score_specs,
+)
 from flax_pallas_attn.kernels.tiles import BACKWARD_UNIT, Tiles
+from flax_pallas_attn.kernels.walk import Unit, Walk
 from flax_pallas_attn.masking import Mask
 
 
@@ -39,7 +39,7 @@ class _Inputs(NamedTuple):
     output_gradient: Any  # [1, 1, query chunk, Hv]
     logsumexp: Any  # [1, 1, 1, query chunk]
     delta: Any  # [1, 1, 1, query chunk]
-    mask: MaskInputs
+    scores: ScoreInputs
 
 
 class _Gradients(NamedTuple):
@@ -63,6 +63,7 @@ def flash_backward(
     logsumexp: jax.Array,
     delta: jax.Array,
     mask: Mask,
+    options: ScoreOptions,
     *,
     scale: float,
     precision: jax.lax.PrecisionLike,
@@ -79,6 +80,7 @@ def flash_backward(
       delta: `[B, N, T]` float32: sum over Hv of output times its gradient, less the gradient of
         the logsumexp.
       mask: Who may attend to whom.
+      options: What else changes the scores.
       scale: Factor on the scores.
       precision: Of all products, for float32; None is full precision.
       tiles: Tile sizes.
@@ -93,7 +95,7 @@ def flash_backward(
     chunk = tiles.backward_query_chunk
     chunks, key_tiles = pl.cdiv(queries, chunk), pl.cdiv(keys, key_size)
     sums_in_hbm = group * chunks > 1 and not tiles_lib.key_gradients_fit(
-        tiles, tiles_lib.shape_of(query, key, value, mask)
+        tiles, tiles_lib.shape_of(query, key, value, mask, options.bias)
     )
     walk = Walk(
         mask=jax.tree.map(jax.typeof, mask),
@@ -103,6 +105,7 @@ def flash_backward(
         key_size=key_size,
         queries=queries,
         keys=keys,
+        all_cut=options.bias is not None,
     )
     spans = dataclasses.replace(walk, mask=mask).spans()
     prefetched = () if spans is None else (spans,)
@@ -130,7 +133,7 @@ def flash_backward(
         output_gradient,
         logsumexp[:, :, None],
         delta[:, :, None],
-        mask_inputs(mask),
+        score_inputs(mask, options),
     )
     in_specs = _Inputs(
         pl.BlockSpec((1, 1, chunk, head_dim), query_index),
@@ -139,7 +142,7 @@ def flash_backward(
         pl.BlockSpec((1, 1, chunk, value_dim), query_index),
         pl.BlockSpec((1, 1, 1, chunk), row_index),
         pl.BlockSpec((1, 1, 1, chunk), row_index),
-        mask_specs(inputs.mask, chunk, key_size, index),
+        score_specs(inputs.scores, chunk, key_size, index),
     )
     like = functools.partial(
         jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(query).manual_axis_type
@@ -160,6 +163,7 @@ def flash_backward(
         functools.partial(
             _kernel,
             walk=walk,
+            options=jax.tree.map(jax.typeof, options),
             scale=scale,
             precision=precision,
             tiles=tiles,
@@ -195,7 +199,15 @@ def flash_backward(
     return tuple(gradients)
 
 
-def _kernel(*refs, walk: Walk, scale: float, precision, tiles: Tiles, sums_in_hbm: bool):
+def _kernel(
+    *refs,
+    walk: Walk,
+    options: ScoreOptions,
+    scale: float,
+    precision,
+    tiles: Tiles,
+    sums_in_hbm: bool,
+):
     *spans_refs, inputs, query_ref, key_ref, value_ref, scratch = refs
     gradients = _Gradients(query_ref, key_ref, value_ref)
     batch_index, kv_head, member, chunk, key_tile = (pl.program_id(i) for i in range(5))
@@ -246,19 +258,25 @@ def _kernel(*refs, walk: Walk, scale: float, precision, tiles: Tiles, sums_in_hb
         # Zero times delta: what is not finite in a row's output or its gradient reaches the sums.
         delta = inputs.delta[0, 0, :, part]
         logsumexp = inputs.logsumexp[0, 0, :, part] * LOG2_E + delta * 0.0
-        probabilities = jnp.exp2(dot(key, query, (1, 1), precision) - logsumexp)
-        change = dot(value, output_gradient, (1, 1), precision) - delta
-        score_gradient = probabilities * change
+        first = chunk * tiles.backward_query_chunk + offset
+        score_tile = ScoreTile(
+            walk.mask,
+            options,
+            inputs.scores,
+            TileAxis(first, offset, width, walk.query_stop),
+            TileAxis(key_tile * key_size + unit.key, unit.key, step, walk.key_stop),
+        )
+        probabilities, _, score_gradient = score_tile.gradients(
+            key,
+            query,
+            value,
+            output_gradient,
+            logsumexp,
+            delta,
+            precision=precision,
+            is_cut=unit.is_cut,
+        )
         if unit.is_cut:
-            first = chunk * tiles.backward_query_chunk + offset
-            visible = visible_unit(
-                walk.mask,
-                inputs.mask,
-                TileAxis(first, offset, width, walk.query_stop),
-                TileAxis(key_tile * key_size + unit.key, unit.key, step, walk.key_stop),
-            )
-            probabilities = jnp.where(visible, probabilities, 0.0)
-            score_gradient = jnp.where(visible, score_gradient, 0.0)
             query, output_gradient = finite(query), finite(output_gradient)
         probabilities = probabilities.astype(value.dtype)
         score_gradient = score_gradient.astype(key.dtype)

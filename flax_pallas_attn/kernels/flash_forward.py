@@ -19,15 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_pallas_attn.kernels import tiles as tiles_lib
-from flax_pallas_attn.kernels.mask_tiles import (
-    MaskInputs,
-    TileAxis,
-    Unit,
-    Walk,
-    mask_inputs,
-    mask_specs,
-    visible_unit,
-)
 from flax_pallas_attn.kernels.online_softmax import (
     LN_2,
     LOG2_E,
@@ -36,7 +27,16 @@ from flax_pallas_attn.kernels.online_softmax import (
     not_finite_rows,
     softmax_step,
 )
+from flax_pallas_attn.kernels.score_tiles import (
+    ScoreInputs,
+    ScoreOptions,
+    ScoreTile,
+    TileAxis,
+    score_inputs,
+    score_specs,
+)
 from flax_pallas_attn.kernels.tiles import FORWARD_UNIT, Tiles
+from flax_pallas_attn.kernels.walk import Unit, Walk
 from flax_pallas_attn.masking import Mask
 
 LOOK_AHEAD = 5
@@ -47,7 +47,7 @@ class _Inputs(NamedTuple):
     query: Any  # [1, 1, query tile, H]
     key: Any  # [1, 1, key chunk, H]
     value: Any  # [1, 1, key chunk, Hv]
-    mask: MaskInputs
+    scores: ScoreInputs
 
 
 class _Scratch(NamedTuple):
@@ -61,6 +61,7 @@ def flash_forward(
     key: jax.Array,
     value: jax.Array,
     mask: Mask,
+    options: ScoreOptions,
     *,
     scale: float,
     precision: jax.lax.PrecisionLike,
@@ -74,6 +75,7 @@ def flash_forward(
       key: `[B, K, S, H]`.
       value: `[B, K, S, Hv]`.
       mask: Who may attend to whom.
+      options: What else changes the scores.
       scale: Factor on the scores.
       precision: Of both products, for float32; None is full precision.
       tiles: Tile sizes.
@@ -97,6 +99,7 @@ def flash_forward(
         key_size=tiles.key,
         queries=queries,
         keys=keys,
+        all_cut=options.bias is not None,
     )
     spans = dataclasses.replace(walk, mask=mask).spans()
     prefetched = () if spans is None else (spans,)
@@ -116,16 +119,17 @@ def flash_forward(
         b, n, _, c = index(*grid)
         return b, n // group, c, 0
 
-    inputs = _Inputs(query, key, value, mask_inputs(mask))
+    inputs = _Inputs(query, key, value, score_inputs(mask, options))
     in_specs = _Inputs(
         pl.BlockSpec((1, 1, tiles.query, head_dim), query_index),
         pl.BlockSpec((1, 1, tiles.key_chunk, head_dim), key_index),
         pl.BlockSpec((1, 1, tiles.key_chunk, value_dim), key_index),
-        mask_specs(inputs.mask, tiles.query, tiles.key_chunk, index),
+        score_specs(inputs.scores, tiles.query, tiles.key_chunk, index),
     )
     kernel = functools.partial(
         _kernel,
         walk=walk,
+        options=jax.tree.map(jax.typeof, options),
         scale=scale,
         precision=precision,
         tiles=tiles,
@@ -166,7 +170,7 @@ def flash_forward(
     return output, logsumexp[:, :, 0]
 
 
-def _kernel(*refs, walk: Walk, scale: float, precision, tiles: Tiles):
+def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, tiles: Tiles):
     *spans_refs, inputs, output_ref, logsumexp_ref, scratch = refs
     query_tile = pl.program_id(2) if walk.queries > tiles.query else 0
     chunks = pl.cdiv(walk.keys, tiles.key_chunk)
@@ -186,27 +190,27 @@ def _kernel(*refs, walk: Walk, scale: float, precision, tiles: Tiles):
         def keys_of(unit):
             return pl.ds(tile * tiles.key + unit.key, step)
 
-        def scores_of(unit):
+        def products_of(unit):
             part = query[unit.query : unit.query + width]
             return dot(inputs.key[0, 0, keys_of(unit), :], part, (1, 1), precision)
 
-        ahead = [scores_of(unit) for unit in units[:LOOK_AHEAD]]
+        ahead = [products_of(unit) for unit in units[:LOOK_AHEAD]]
         running = {}
         for i, unit in enumerate(units):
             if i + LOOK_AHEAD < len(units):
-                ahead.append(scores_of(units[i + LOOK_AHEAD]))
-            scores = ahead.pop(0)
+                ahead.append(products_of(units[i + LOOK_AHEAD]))
+            offset = tile * tiles.key + unit.key
+            part = ScoreTile(
+                walk.mask,
+                options,
+                inputs.scores,
+                TileAxis(query_tile * tiles.query + unit.query, unit.query, width, walk.query_stop),
+                TileAxis(chunk * tiles.key_chunk + offset, offset, step, walk.key_stop),
+            )
+            scores, _ = part.scores(ahead.pop(0))
             value = inputs.value[0, 0, keys_of(unit), :]
             if unit.is_cut:
-                offset = tile * tiles.key + unit.key
-                first = query_tile * tiles.query + unit.query
-                visible = visible_unit(
-                    walk.mask,
-                    inputs.mask,
-                    TileAxis(first, unit.query, width, walk.query_stop),
-                    TileAxis(chunk * tiles.key_chunk + offset, offset, step, walk.key_stop),
-                )
-                scores = jnp.where(visible, scores + not_finite_rows(value), -jnp.inf)
+                scores = jnp.where(part.visible(), scores + not_finite_rows(value), -jnp.inf)
                 value = finite(value)
             lanes = pl.ds(unit.query, width)
             maximum, total = running.get(unit.query) or (
@@ -214,6 +218,7 @@ def _kernel(*refs, walk: Walk, scale: float, precision, tiles: Tiles):
                 scratch.total[:, lanes],
             )
             probabilities, shrink, *running[unit.query] = softmax_step(scores, maximum, total)
+            (probabilities,) = part.dropped(probabilities)
             weighted = dot(value, probabilities.astype(value.dtype), (0, 0), precision)
             scratch.output[:, lanes] = scratch.output[:, lanes] * shrink + weighted
         for first, (maximum, total) in running.items():
@@ -226,10 +231,17 @@ def _kernel(*refs, walk: Walk, scale: float, precision, tiles: Tiles):
 
     @pl.when(chunk == chunks - 1)
     def _():
-        total = scratch.total[...]
-        inverse = jnp.where(total == 0, 0.0, 1.0 / total)
-        output_ref[0, 0] = (scratch.output[...] * inverse).T.astype(output_ref.dtype)
-        logsumexp_ref[0, 0] = (scratch.maximum[...] + jnp.log2(total)) * LN_2
+        maximum, total = scratch.maximum[...], scratch.total[...]
+        is_empty = total == 0
+        factor = 1 / (1 - options.dropout_rate)
+        if inputs.scores.sinks is not None:
+            sinks = inputs.scores.sinks[0, 0] * LOG2_E
+            _, shrink, maximum, total = softmax_step(sinks, maximum, total)
+            factor *= shrink
+        factor = jnp.where(is_empty, 0.0, factor / total)
+        output_ref[0, 0] = (scratch.output[...] * factor).T.astype(output_ref.dtype)
+        logsumexp = jnp.where(is_empty, -jnp.inf, (maximum + jnp.log2(total)) * LN_2)
+        logsumexp_ref[0, 0] = logsumexp
 
 
 def _cost(query, key, value, walk: Walk, tiles: Tiles) -> pl.CostEstimate:

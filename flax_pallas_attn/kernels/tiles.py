@@ -77,7 +77,7 @@ class Shape:
       value_dim: Hv.
       itemsize: Bytes of an element of query, key and value.
       is_band: Whether the mask is nothing but causality and window, known while tracing.
-      has_dense: Whether a dense mask is streamed.
+      pair_bytes: Of what is streamed for each pair of query and key: dense mask and bias.
     """
 
     queries: int
@@ -86,11 +86,18 @@ class Shape:
     value_dim: int
     itemsize: int
     is_band: bool
-    has_dense: bool
+    pair_bytes: int
 
 
-def shape_of(query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask) -> Shape:
+def shape_of(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: Mask,
+    bias: jax.Array | None = None,
+) -> Shape:
     """The `Shape` of a call with heads-first arrays."""
+    of_pairs = [x for x in (mask.dense, bias) if x is not None and x.shape[2] > 1]
     return Shape(
         queries=query.shape[2],
         keys=key.shape[2],
@@ -98,7 +105,7 @@ def shape_of(query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask) -> 
         value_dim=value.shape[3],
         itemsize=query.dtype.itemsize,
         is_band=mask.is_band,
-        has_dense=mask.dense is not None,
+        pair_bytes=sum(1 if x is mask.dense else x.dtype.itemsize for x in of_pairs),
     )
 
 
@@ -124,8 +131,7 @@ def forward_vmem_bytes(tiles: Tiles, shape: Shape) -> int:
     """Estimate for the forward kernel: pipelined blocks twice, scratch, live score tiles."""
     width = _lanes(shape.head_dim) + _lanes(shape.value_dim)
     blocks = (tiles.query + tiles.key_chunk) * width * shape.itemsize
-    if shape.has_dense:
-        blocks += tiles.query * tiles.key_chunk
+    blocks += shape.pair_bytes * tiles.query * tiles.key_chunk
     unit = min(FORWARD_UNIT, tiles.query) * min(FORWARD_UNIT, tiles.key) * 4
     live = 12 * unit  # scores that were computed ahead, and those in the softmax
     return 2 * blocks + tiles.query * shape.value_dim * 4 + live
@@ -138,8 +144,7 @@ def backward_vmem_bytes(tiles: Tiles, shape: Shape, keys_in_vmem: int) -> int:
     rows = 2 * 8 * chunk * 4  # logsumexp and delta
     blocks = chunk * (2 * head + value) * shape.itemsize + rows
     blocks += 2 * key * (head + value) * max(shape.itemsize, 4)
-    if shape.has_dense:
-        blocks += chunk * key
+    blocks += shape.pair_bytes * chunk * key
     scratch = chunk * head * (4 + shape.itemsize) + (keys_in_vmem + 2 * key) * (head + value) * 4
     live = 6 * min(BACKWARD_UNIT, key) * min(BACKWARD_UNIT, tiles.backward_query) * 4
     return 2 * blocks + scratch + live

@@ -1,6 +1,4 @@
-"""The mask as the flash kernels meet it: what they are passed, which tiles they visit, one of them.
-
-`Mask.visible` decides, here as everywhere; this file lays its arguments out as `[keys, queries]`.
+"""Which tiles the flash kernels visit, and in which units.
 
 A tile is computed in units. Where the mask is a band that is known while tracing
 (causal, window), what it does to each unit of a tile that it cuts is known too: a unit that it
@@ -10,134 +8,14 @@ hides is not computed, and one that it leaves whole is not masked.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from flax_pallas_attn.kernels.tiles import pad_to
-from flax_pallas_attn.masking import Mask, Span, Tokens, tile_spans
-
-
-class MaskInputs(NamedTuple):
-    """A mask's arrays as kernel inputs; or their block specs, or refs. None where there is none.
-
-    Attributes:
-      query_rows: `[B, R, T]` int32: positions, then segment ids, whichever there are.
-      key_rows: `[B, R, S]` int32.
-      dense: `[B or 1, N or 1, T or 1, S or 1]` int8.
-    """
-
-    query_rows: Any = None
-    key_rows: Any = None
-    dense: Any = None
-
-
-def mask_inputs(mask: Mask) -> MaskInputs:
-    """The arrays of `mask` as inputs of a kernel."""
-    pairs = [pair for pair in (mask.positions, mask.segment_ids) if pair is not None]
-    return MaskInputs(
-        query_rows=jnp.stack([pair.query for pair in pairs], axis=1) if pairs else None,
-        key_rows=jnp.stack([pair.key for pair in pairs], axis=1) if pairs else None,
-        dense=None if mask.dense is None else (mask.dense != 0).astype(jnp.int8),
-    )
-
-
-def mask_specs(
-    inputs: MaskInputs,
-    query_block: int,
-    key_block: int,
-    index: Callable[..., tuple],
-) -> MaskInputs:
-    """Block specs for `inputs`.
-
-    Args:
-      inputs: Of `mask_inputs`.
-      query_block: Queries of a block.
-      key_block: Keys of a block.
-      index: Maps grid indices to (batch, query head, query block, key block).
-    """
-
-    def rows_spec(rows, block, part):
-        if rows is None:
-            return None
-        return pl.BlockSpec(
-            (1, rows.shape[1], block), lambda *grid: (index(*grid)[0], 0, index(*grid)[part])
-        )
-
-    def dense_spec(dense):
-        if dense is None:
-            return None
-        broadcast = [size == 1 for size in dense.shape]
-        block = (1, 1, 1 if broadcast[2] else query_block, 1 if broadcast[3] else key_block)
-        return pl.BlockSpec(
-            block,
-            lambda *grid: tuple(
-                0 if one else i for one, i in zip(broadcast, index(*grid), strict=True)
-            ),
-        )
-
-    return MaskInputs(
-        query_rows=rows_spec(inputs.query_rows, query_block, 2),
-        key_rows=rows_spec(inputs.key_rows, key_block, 3),
-        dense=dense_spec(inputs.dense),
-    )
-
-
-class TileAxis(NamedTuple):
-    """Where a unit lies along one axis.
-
-    Attributes:
-      first: Index of its first token in the array.
-      offset: Of that token in the block that the kernel holds.
-      size: Tokens of the unit.
-      stop: Tokens of the array, if a tile runs over its end, or None.
-    """
-
-    first: int | jax.Array
-    offset: int | jax.Array
-    size: int
-    stop: int | None
-
-    @property
-    def slice(self):
-        return pl.ds(self.offset, self.size)
-
-
-def visible_unit(mask: Mask, refs: MaskInputs, query: TileAxis, key: TileAxis) -> jax.Array:
-    """Evaluates `mask` on a unit: bool, broadcasts to `[keys, queries]`."""
-
-    def tokens(axis, along, rows, offset):
-        shape = (1, axis.size) if along == 1 else (axis.size, 1)
-        index = axis.first + jax.lax.broadcasted_iota(jnp.int32, shape, along)
-
-        def row(i):
-            return rows[i : i + 1, :] if along == 1 else rows[:, i : i + 1]
-
-        return Tokens(
-            index=index,
-            position=index + offset if mask.positions is None else row(0),
-            segment=None if mask.segment_ids is None else row(int(mask.positions is not None)),
-            stop=axis.stop,
-        )
-
-    query_rows = key_rows = dense = None
-    if refs.query_rows is not None:
-        query_rows = refs.query_rows[0, :, query.slice]
-        key_rows = refs.key_rows[0, :, key.slice].T
-    if refs.dense is not None:
-        assert mask.dense is not None
-        parts = [
-            pl.ds(0, 1) if size == 1 else axis.slice
-            for size, axis in zip(mask.dense.shape[2:], (query, key), strict=True)
-        ]
-        dense = refs.dense[0, 0, parts[0], parts[1]].astype(jnp.int32).T
-    visible = mask.visible(
-        tokens(query, 1, query_rows, mask.query_offset), tokens(key, 0, key_rows, 0), dense
-    )
-    assert visible is not None, "a mask that hides nothing leaves no unit to mask"
-    return visible
+from flax_pallas_attn.masking import Mask, Span, tile_spans
 
 
 class Unit(NamedTuple):
@@ -166,6 +44,7 @@ class Walk:
       key_size: Keys of a tile.
       queries: T.
       keys: S.
+      all_cut: Whether something other than the mask may hide a part of any unit.
     """
 
     mask: Mask
@@ -175,6 +54,7 @@ class Walk:
     key_size: int
     queries: int
     keys: int
+    all_cut: bool = False
 
     @property
     def unit_queries(self) -> int:
@@ -348,12 +228,12 @@ class Walk:
                 state = self._band(distance + unit.query - unit.key, *size)
             runs_over = unit.query + size[0] > queries or unit.key + size[1] > keys
             if state != _HIDDEN:
-                units.append(unit._replace(is_cut=state == _CUT or runs_over))
+                units.append(unit._replace(is_cut=unit.is_cut or state == _CUT or runs_over))
         return units
 
     def _all_units(self, is_cut: bool) -> list[Unit]:
         return [
-            Unit(query, key, is_cut)
+            Unit(query, key, is_cut or self.all_cut)
             for key in range(0, self.key_size, self.unit_keys)
             for query in range(0, self.query_size, self.unit_queries)
         ]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flax_pallas_attn.kernels.mask_tiles import Walk
+from flax_pallas_attn.kernels.walk import Walk
 from flax_pallas_attn.masking import Mask
 
 
