@@ -194,7 +194,7 @@ def estimate_cycles(
       the first, with the sum of their cycles; what is in a loop's body counts once.
 
     Raises:
-      NotImplementedError: Libtpu or flatbuffers is not installed.
+      NotImplementedError: Libtpu or flatbuffers is not installed, or the topology is v4.
       ValueError: Unknown topology, an argument that is not an array, or `fn` from `nnx.jit`.
       RuntimeError: The program does not compile, or libtpu's simulation of it crashed.
 
@@ -203,6 +203,11 @@ def estimate_cycles(
     >>> 1000 < sum(cycles.values()) < 10000
     True
     """
+    if not _has_cycles(topology):
+        raise NotImplementedError(
+            f"estimate_cycles got topology={topology!r}: libtpu simulates v5e and later, not v4. "
+            "Compare on another topology, such as v5p, and use compile_for_tpu for v4."
+        )
     program, donated = _export(fn, args, topology)
     # Libtpu reads where to write its profiles when it loads, hence a process of its own.
     with tempfile.TemporaryDirectory() as directory:
@@ -280,9 +285,16 @@ def _compile_exported(topology: str, donated: Sequence[int]) -> None:
     compile_for_tpu(jax.jit(exported.call, donate_argnums=donated), *leaves, topology=topology)
 
 
+def _has_cycles(topology: str) -> bool:
+    """Whether libtpu has a model of the generation's memory transfers to simulate with."""
+    return topology.partition(":")[0] != "v4"
+
+
 def _fatal_message(stderr: str) -> str:
     """What libtpu says before it aborts, without its stack traces; else the end of the text."""
-    fatal = re.search(r"^F\d{4} .*?\] (.*?)\n\n", stderr, re.DOTALL | re.MULTILINE)
+    fatal = re.search(
+        r"^F\d{4} .*?\] (.*?)\n(?:\n|=== Source|\*\*\* Check)", stderr, re.DOTALL | re.MULTILINE
+    )
     return fatal.group(1) if fatal else stderr[-4000:]
 
 
@@ -409,12 +421,28 @@ def _print_cycles(cycles: Mapping[str, int]) -> None:
     print(f"    {sum(cycles.values()):>17,} in all")
 
 
+def _print_error(error: Exception) -> None:
+    print(f"  {type(error).__name__}: {error}")
+    for note in getattr(error, "__notes__", ()):
+        if "JAX has removed its internal frames" not in note:  # from the traceback, not shown here
+            print(f"  {note}")
+
+
+def _function_first(argv: Sequence[str]) -> list[str]:
+    """Puts MODULE:FUNCTION first: an option takes all words that follow it, up to the next option.
+
+    A topology is never taken for one, as what follows its colon is a number.
+    """
+    return sorted(argv, key=lambda word: not re.fullmatch(r"[\w.]+:[^\W\d][\w.]*", word))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles a function named on the command line; returns 1 if any topology refuses it."""
+    """Compiles a function named on the command line; returns 1 if anything failed."""
     parser = argparse.ArgumentParser(
         prog="python -m flax_pallas_attn.aot",
         description="Compile a function for TPU on a machine without one, and print the "
-        "compiler's error, or memory, kernels and simulated cycles.",
+        "compiler's error, or memory, kernels and simulated cycles. --arg and --topology take "
+        "several values and may be repeated.",
     )
     parser.add_argument(
         "function",
@@ -425,43 +453,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--arg",
         type=_parse_argument,
-        action="append",
+        nargs="+",
+        action="extend",
         default=[],
         metavar="DTYPE[SHAPE]",
-        help="one array argument, bf16[8,4096,16,128]; repeat in the function's order",
+        help="the array arguments in the function's order: bf16[8,4096,16,128]",
     )
     parser.add_argument(
         "--topology",
         nargs="+",
-        default=["v5e:2x2"],
+        action="extend",
         metavar="NAME",
         help=f"any of {', '.join(TOPOLOGIES)}, or larger ones: v5e:16x16 (default: v5e:2x2)",
     )
     parser.add_argument(
-        "--donate", type=int, nargs="+", default=[], metavar="INDEX", help="arguments to donate"
+        "--donate",
+        type=int,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="INDEX",
+        help="arguments to donate",
     )
     parser.add_argument(
         "--cycles",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="simulate the program too, which takes seconds to minutes",
+        help="simulate the program too, which may take minutes (default: --cycles)",
     )
-    options = parser.parse_args(argv)
+    options = parser.parse_args(_function_first(sys.argv[1:] if argv is None else argv))
     fn = options.function
     if options.donate:
         fn = jax.jit(fn, donate_argnums=tuple(options.donate))
 
     failures = 0
-    for topology in options.topology:
-        print(topology)
+    for topology in options.topology or ["v5e:2x2"]:
+        print(topology, flush=True)
         try:
             _print_program(compile_for_tpu(fn, *options.arg, topology=topology))
-            if options.cycles:
+            if options.cycles and not _has_cycles(topology):
+                print("  cycles: not available on v4")
+            elif options.cycles:
+                sys.stdout.flush()
+                print(
+                    f"Simulating {_name(fn)} on {topology}, which may take minutes; --no-cycles "
+                    "leaves it out.",
+                    file=sys.stderr,
+                )
                 _print_cycles(estimate_cycles(fn, *options.arg, topology=topology))
         except Exception as error:  # whatever the compiler says is what was asked for
             failures += 1
-            print(f"  {type(error).__name__}: {error}")
-            print(*getattr(error, "__notes__", ()), sep="\n")
+            _print_error(error)
     return 1 if failures else 0
 
 

@@ -214,6 +214,24 @@ def test_cycles_of_what_does_not_compile():
         aot.estimate_cycles(double, half, topology="v5e")
 
 
+def test_cycles_are_not_available_on_v4():
+    for topology in ("v4", "v4:2x2x2"):
+        with pytest.raises(NotImplementedError, match=f"topology='{topology}'.*not v4"):
+            aot.estimate_cycles(double, MATRIX, topology=topology)
+
+
+@pytest.mark.parametrize(
+    "after",
+    ["\n\n@ 0x7f (unknown)", "\n=== Source Location Trace: ===\nx.cc:4", "\n*** Check fail"],
+)
+def test_a_crash_of_the_simulator_is_one_line(after):
+    stderr = (
+        f"W1130 x.cc:1] hello\nF1130 22:14:38.7 2654 llo.cc:1697] Profiling failed: WHY.{after}"
+    )
+    assert aot._fatal_message(stderr) == "Profiling failed: WHY."
+    assert aot._fatal_message("Killed") == "Killed"
+
+
 def test_equal_operations_are_summed(tmp_path):
     for name, cycles, count in [("fusion", 419, 1), ("double.5", 159, 3)]:
         (tmp_path / f"{name}_TPU v5 lite_static_llo_profile.textproto").write_text(
@@ -225,14 +243,49 @@ def test_equal_operations_are_summed(tmp_path):
 
 @pytest.mark.tpu_compile
 def test_command_line(capsys):
-    arguments = [f"{__name__}:double", "--arg", "f32[256,256]", "--donate", "0", "--no-cycles"]
-    assert aot.main([*arguments, "--topology", "v5e", "v6e"]) == 0
+    function = f"{__name__}:double"
+    arguments = ["--arg", "f32[256,256]", "--donate", "0", "--no-cycles"]
+    assert aot.main([*arguments, "--topology", "v5e", "--topology", "v6e", function]) == 0
     output = capsys.readouterr().out.splitlines()
     assert "    argument            262,144 B        0.2 MiB" in output
     assert output.count("    double") == 2
 
-    assert aot.main([*arguments, "--topology", "v7"]) == 1
+    assert aot.main([function, *arguments, "--topology", "v7"]) == 1
     assert "ValueError: topology='v7'" in capsys.readouterr().out
+
+
+@pytest.mark.tpu_compile
+def test_command_line_takes_several_values_of_each_option(capsys):
+    arguments = ["--no-cycles", "--arg", "f32[256,256]", "f32[256,256]", "--topology", "v5e", "v6e"]
+    assert aot.main([*arguments, "jax.numpy:add"]) == 0
+    assert capsys.readouterr().out.count("  argument            524,288 B") == 2
+
+
+@pytest.mark.tpu_compile
+def test_command_line_says_that_it_simulates_and_prints_what_went_right(capsys, monkeypatch):
+    def crash(*args, **options):
+        raise RuntimeError("libtpu fails to simulate it")
+
+    monkeypatch.setattr(aot, "estimate_cycles", crash)
+    arguments = [f"{__name__}:double", "--arg", "f32[256,256]", "--topology"]
+    assert aot.main([*arguments, "v4"]) == 0
+    shown = capsys.readouterr()
+    assert "  cycles: not available on v4" in shown.out.splitlines()
+    assert shown.err == ""
+
+    assert aot.main([*arguments, "v5e"]) == 1
+    shown = capsys.readouterr()
+    assert "    double\n  RuntimeError: libtpu fails to simulate it\n" in shown.out
+    assert shown.err.startswith("Simulating double on v5e, which may take minutes; --no-cycles")
+
+
+@pytest.mark.tpu_compile
+def test_command_line_leaves_out_notes_on_a_traceback_that_is_not_shown(capsys):
+    assert aot.main(["jax.numpy:add", "--arg", "f32[2]", "--no-cycles"]) == 1
+    output = capsys.readouterr().out
+    assert "missing 1 required positional argument" in output
+    assert "While compiling " in output
+    assert "JAX" not in output
 
 
 @pytest.mark.parametrize(
