@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +49,9 @@ def dot_product_attention(
     from it in that value may have its own head size, a row that may attend to nothing is zero, and
     the logsumexp is float32 and has gradients.
 
+    Gradients are of first order and in reverse mode (`jax.grad`, `jax.vjp`). For `jax.jvp`,
+    `jax.linearize` and second derivatives say `implementation="reference"`.
+
     Axes: B batch, T queries, S keys, N query heads, K key heads (K divides N), H head size, Hv
     head size of value.
 
@@ -67,8 +69,9 @@ def dot_product_attention(
       key_value_seq_lengths: `[B]` integers: keys beyond are padding.
       local_window_size: Keys that a query sees to its left and right, `(left, right)` or one int
         for both, beside the one at its own position.
-      segment_ids: `SegmentIds` of `[B, T]` and `[B, S]`: a query sees its own segment only.
-      positions: `Positions` of `[B, T]` and `[B, S]`, where they are not the places in the array.
+      segment_ids: `SegmentIds` of `[B, T]` and `[B, S]` (or `[T]` and `[S]`, the same in every
+        row): a query sees its own segment only.
+      positions: `Positions` of such shapes, where they are not the places in the array.
       query_offset: Position of the first query, the first key being at 0: an int, or integers of
         shape `[]` or `[B]`. S - T aligns the ends.
       logits_soft_cap: `cap * tanh(scores / cap)`, before the bias.
@@ -82,7 +85,8 @@ def dot_product_attention(
       tiles: Tile sizes of the TPU kernels; None chooses.
       implementation: "pallas" (TPU kernels), "xla" (tile by tile, any device), "reference"
         (plain), or None: on the platform that the program is compiled for, the first of these that
-        takes the call.
+        takes the call. "pallas" compiled for a CPU needs the TPU interpreter around the call, `with
+        jax.experimental.pallas.tpu.force_tpu_interpret_mode():`.
       return_residual: Also return the logsumexp of each row.
 
     Returns:
@@ -215,6 +219,8 @@ def _choose(call: input_checks.Call, precision, tiles: Tiles | None, implementat
         raise ValueError(
             f"implementation={implementation!r} is not known; use None or one of {IMPLEMENTATIONS}."
         )
+    if not isinstance(tiles, Tiles | None):
+        raise ValueError(f"tiles={tiles!r} must be Tiles(...), or None to let the package choose.")
     if tiles is not None and implementation not in (None, "pallas"):
         raise ValueError(
             f'tiles are of the TPU kernels, implementation="{implementation}" has none: leave '
@@ -235,10 +241,9 @@ def _choose(call: input_checks.Call, precision, tiles: Tiles | None, implementat
     if not reasons:
         return lambda *arrays: jax.lax.platform_dependent(*arrays, tpu=pallas, default=xla)
     if tiles_lib.tpu_kind() is not None:
-        warnings.warn(
+        input_checks.warn(
             'The Pallas kernels cannot take this call, implementation="xla" does: '
             + "; ".join(reasons)
-            + ".",
-            stacklevel=3,
+            + "."
         )
     return xla

@@ -6,8 +6,11 @@ nothing is traced that a wrong call would have to throw away.
 
 import dataclasses
 import numbers
+import os
+import warnings
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +19,11 @@ from flax_pallas_attn.logits import Alibi, Dropout, Logits
 from flax_pallas_attn.masking import Mask, Positions, SegmentIds
 
 LAYOUTS = ("BTNH", "BNTH")
+
+# A warning points at the caller: the first line of code that is none of these.
+_NOT_THE_CALLER = tuple(
+    os.path.dirname(file) + os.sep for file in (__file__, flax.__file__, jax.__file__)
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +74,9 @@ def check_attention(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not known; use one of {LAYOUTS}.")
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    query, key, value = (
+        as_array(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))
+    )
     ranks = {x.ndim for x in (query, key, value)}
     if ranks not in ({3}, {4}):
         raise ValueError(
@@ -94,7 +104,7 @@ def check_attention(
             f"query_offset={query_offset!r} and positions were both given; positions already say "
             "where each query stands: leave query_offset out."
         )
-    lower, upper = _check_band(is_causal, local_window_size)
+    lower, upper = check_band(is_causal, local_window_size)
     offset, positions = _check_positions(query_offset, positions, batch, queries, keys)
     segment_ids = _check_segments(
         segment_ids, query_seq_lengths, key_value_seq_lengths, batch, queries, keys
@@ -113,8 +123,6 @@ def check_attention(
                 f"bias has dtype {bias.dtype}; a bias is added to the scores and must be floating "
                 "point. Pass a boolean array as mask."
             )
-    if logits_soft_cap is not None and not logits_soft_cap > 0:
-        raise ValueError(f"logits_soft_cap={logits_soft_cap!r} must be positive (None for none).")
     seed, rate, broadcast = _check_dropout(dropout)
     scale = head_dim**-0.5 if scale is None else _check_scale(scale)
     if not isinstance(scale, float):
@@ -133,7 +141,7 @@ def check_attention(
             dense=dense,
         ),
         logits=Logits(
-            soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+            soft_cap=check_soft_cap(logits_soft_cap),
             bias=bias,
             slopes=slopes,
             sinks=None if sinks is None else _check_per_head(sinks, "sinks", heads),
@@ -167,22 +175,70 @@ def _check_shapes(query, key, value) -> None:
             raise ValueError(f"{name} is 0 in shapes {query.shape}, {key.shape}, {value.shape}.")
 
 
-def _check_band(is_causal, window) -> tuple[int | None, int | None]:
+def as_array(x, name: str) -> jax.Array:
+    """`x` as an array, be it numpy's or a list.
+
+    Raises:
+      ValueError: It is none; names the argument.
+    """
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={x!r:.100} is not an array: {error}") from error
+
+
+def as_integers(x, name: str) -> jax.Array:
+    """As `as_array`, of integers."""
+    x = as_array(x, name)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {x.dtype}; integers are expected.")
+    return x
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the line that called this package, through flax's and jax's own code too."""
+    warnings.warn(text, category, skip_file_prefixes=_NOT_THE_CALLER)
+
+
+def check_soft_cap(soft_cap) -> float | None:
+    """The soft cap as a number.
+
+    Raises:
+      ValueError: It is none that is known while tracing, or not positive.
+    """
+    if soft_cap is None:
+        return None
+    try:
+        number = float(soft_cap)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"logits_soft_cap={soft_cap!r} must be a number that is known while tracing."
+        ) from error
+    if not number > 0:
+        raise ValueError(f"logits_soft_cap={soft_cap!r} must be positive (None for none).")
+    return number
+
+
+def check_band(is_causal, window) -> tuple[int | None, int | None]:
+    """Causality and window as bounds on query position - key position, as `Mask` has them.
+
+    Raises:
+      ValueError: The window is none.
+    """
     lower = 0 if is_causal else None
     if window is None:
         return lower, None
-    if isinstance(window, numbers.Integral):
-        window = (window, window)
+    sides = (window, window) if isinstance(window, numbers.Integral) else window
     if (
-        not isinstance(window, tuple)
-        or len(window) != 2
-        or not all(isinstance(w, (int, np.integer)) and w >= 0 for w in window)
+        not isinstance(sides, tuple)
+        or len(sides) != 2
+        or not all(isinstance(side, (int, np.integer)) and side >= 0 for side in sides)
     ):
         raise ValueError(
             f"local_window_size={window!r} must be an int or a pair (left, right) of ints >= 0: "
             "the number of keys on each side that a query may see beside its own."
         )
-    left, right = (int(w) for w in window)
+    left, right = (int(side) for side in sides)
     return (0 if is_causal else -right), left
 
 
@@ -200,7 +256,7 @@ def _check_positions(offset, positions, batch, queries, keys) -> tuple[int, Posi
         return 0, _check_pair(positions, "positions", batch, queries, keys)
     if isinstance(offset, numbers.Integral):
         return int(offset), None
-    offset = jnp.asarray(offset)
+    offset = as_array(offset, "query_offset")
     if not jnp.issubdtype(offset.dtype, jnp.integer) or offset.shape not in ((), (batch,)):
         raise ValueError(
             f"query_offset must be an int or an integer array of shape () or ({batch},), got "
@@ -216,13 +272,11 @@ def _check_positions(offset, positions, batch, queries, keys) -> tuple[int, Posi
 def _check_pair(pair, name, batch, queries, keys):
     checked = []
     for side, size in (("query", queries), ("key", keys)):
-        x = jnp.asarray(getattr(pair, side))
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name}.{side} has dtype {x.dtype}; integers are expected.")
+        x = as_integers(getattr(pair, side), f"{name}.{side}")
         if x.shape not in ((size,), (1, size), (batch, size)):
             raise ValueError(
-                f"{name}.{side} has shape {x.shape}; ({batch}, {size}) is expected: "
-                "one entry per token."
+                f"{name}.{side} has shape {x.shape}; ({batch}, {size}) is expected, one "
+                f"entry per token, or ({size},) where all rows share it."
             )
         checked.append(jnp.broadcast_to(x.astype(jnp.int32), (batch, size)))
     return type(pair)(*checked)
@@ -252,7 +306,7 @@ def _check_segments(segment_ids, query_lengths, key_lengths, batch, queries, key
 def _cut(ids, lengths, name):
     if lengths is None:
         return ids
-    lengths = jnp.asarray(lengths)
+    lengths = as_array(lengths, name)
     if not jnp.issubdtype(lengths.dtype, jnp.integer) or lengths.shape != ids.shape[:1]:
         raise ValueError(
             f"{name} must be integers of shape ({ids.shape[0]},), one per batch row, got "
@@ -262,7 +316,7 @@ def _cut(ids, lengths, name):
 
 
 def _check_dense(x, name, full):
-    x = jnp.asarray(x)
+    x = as_array(x, name)
     if x.ndim > 4 or x.ndim < 2:
         raise ValueError(
             f"{name} has shape {x.shape}; [B, N, T, S] = {list(full)} is expected, with 1 or a "
@@ -279,7 +333,7 @@ def _check_dense(x, name, full):
 
 
 def _check_per_head(x, name, heads):
-    x = jnp.asarray(x)
+    x = as_array(x, name)
     if x.shape != (heads,):
         raise ValueError(
             f"{name} has shape {x.shape}; ({heads},) is expected, one number per query head."
@@ -294,7 +348,7 @@ def _check_dropout(dropout) -> tuple[jax.Array | None, float, bool]:
         raise ValueError(
             f"dropout is a {type(dropout).__name__}; pass Dropout(rate=, key=, broadcast=)."
         )
-    if not 0 <= dropout.rate < 1:
+    if not isinstance(dropout.rate, numbers.Real) or not 0 <= dropout.rate < 1:
         raise ValueError(f"dropout.rate={dropout.rate!r} must lie in [0, 1).")
     if dropout.rate == 0:
         return None, 0.0, False
@@ -303,13 +357,19 @@ def _check_dropout(dropout) -> tuple[jax.Array | None, float, bool]:
             f"dropout.rate={dropout.rate} needs a random key, got None: pass "
             "Dropout(rate=, key=jax.random.key(seed)), or rate=0 when evaluating."
         )
-    return jax.random.bits(dropout.key, (2,), jnp.uint32), float(dropout.rate), dropout.broadcast
+    try:
+        seed = jax.random.bits(dropout.key, (2,), jnp.uint32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"dropout.key={dropout.key!r} is not one random key; pass jax.random.key(seed)."
+        ) from error
+    return seed, float(dropout.rate), dropout.broadcast
 
 
 def _check_scale(scale) -> float | jax.Array:
     if isinstance(scale, (numbers.Real, np.generic)):
         return float(scale)
-    scale = jnp.asarray(scale)
+    scale = as_array(scale, "scale")
     if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise ValueError(
             f"scale must be a number, got an array {scale.dtype}{list(scale.shape)}; scale heads "

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Literal
 
@@ -11,6 +10,7 @@ import jax
 from flax import linen
 
 from flax_pallas_attn.attention import attention_fn as pallas_attention_fn
+from flax_pallas_attn.input_checks import warn
 from flax_pallas_attn.logits import Dropout
 from flax_pallas_attn.masking import Positions, SegmentIds
 from flax_pallas_attn.module_core import (
@@ -21,6 +21,7 @@ from flax_pallas_attn.module_core import (
     AttentionOptions,
     DecodeCache,
     attend,
+    check_normalize_qk,
     decode_step,
     pair_positions,
     pair_segments,
@@ -80,6 +81,11 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     sharding: AttentionSharding | None = dataclasses.field(default=None, kw_only=True)
     page_size: int = dataclasses.field(default=DEFAULT_PAGE_SIZE, kw_only=True)
 
+    def __post_init__(self):
+        check_normalize_qk(self.normalize_qk)
+        _options(self)
+        super().__post_init__()
+
     @linen.compact
     def __call__(
         self,
@@ -127,15 +133,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         query, key, value = self._project(inputs_q, inputs_k, inputs_v)
         pairs = pair_positions(positions)
         dropout = self._dropout(deterministic, dropout_rng)
-        options = AttentionOptions(
-            rotary=self.rotary,
-            local_window_size=self.local_window_size,
-            logits_soft_cap=self.logits_soft_cap,
-            implementation=self.implementation,
-            sharding=self.sharding,
-            dtype=self.dtype,
-            precision=self.precision,
-        )
+        options = _options(self)
         out = linen.DenseGeneral(
             features=self.out_features or inputs_q.shape[-1],
             axis=(-2, -1),
@@ -248,8 +246,6 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         query = dense(features=(self.num_heads, head_dim), name="query")(inputs_q)
         key = dense(features=(kv_heads, head_dim), name="key")(inputs_k)
         value = dense(features=(kv_heads, head_dim), name="value")(inputs_v)
-        if self.normalize_qk not in (False, True, "rms"):
-            raise ValueError(f"normalize_qk={self.normalize_qk!r} must be False, True or 'rms'.")
         if self.normalize_qk:
             norm = functools.partial(
                 linen.RMSNorm
@@ -283,15 +279,27 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         )
 
 
+def _options(module: MultiHeadDotProductAttention) -> AttentionOptions:
+    """Checked, when the module is built too."""
+    return AttentionOptions(
+        rotary=module.rotary,
+        local_window_size=module.local_window_size,
+        logits_soft_cap=module.logits_soft_cap,
+        implementation=module.implementation,
+        sharding=module.sharding,
+        dtype=module.dtype,
+        precision=module.precision,
+    )
+
+
 def _inputs(inputs_q, inputs_k, inputs_v, inputs_kv):
     """Keys' and values' inputs, by flax's rules."""
     if inputs_kv is not None:
         if inputs_k is not None or inputs_v is not None:
             raise ValueError("inputs_kv stands for inputs_k and inputs_v: pass it or them.")
-        warnings.warn(
+        warn(
             "inputs_kv is deprecated by flax: pass inputs_k, and inputs_v where it differs.",
             DeprecationWarning,
-            stacklevel=3,
         )
         return inputs_kv, inputs_kv
     if inputs_k is None and inputs_v is not None:

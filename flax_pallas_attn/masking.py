@@ -28,8 +28,8 @@ class SegmentIds:
     A negative id is padding: it attends to nothing and nothing attends to it.
 
     Attributes:
-      query: `[B, T]` integers.
-      key: `[B, S]` integers.
+      query: `[B, T]` integers; `[T]` or `[1, T]` where all rows share them.
+      key: `[B, S]` integers; likewise.
     """
 
     query: jax.Array
@@ -42,8 +42,8 @@ class Positions:
     """Where each token stands, for causality, window, ALiBi, dropout and a mask rule.
 
     Attributes:
-      query: `[B, T]` integers.
-      key: `[B, S]` integers.
+      query: `[B, T]` integers; `[T]` or `[1, T]` where all rows share them.
+      key: `[B, S]` integers; likewise.
     """
 
     query: jax.Array

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.core import Tracer
 
-from flax_pallas_attn.attention import dot_product_attention, one_batch_axis
+from flax_pallas_attn.attention import IMPLEMENTATIONS, dot_product_attention, one_batch_axis
+from flax_pallas_attn.input_checks import as_array, as_integers, check_band, check_soft_cap
 from flax_pallas_attn.logits import Dropout
 from flax_pallas_attn.masking import Positions, SegmentIds
 from flax_pallas_attn.paged.attention import Implementation, paged_attention
 from flax_pallas_attn.paged.cache import PagedKVCache
 from flax_pallas_attn.rotary import Rotary
-from flax_pallas_attn.sharding import AttentionSharding
+from flax_pallas_attn.sharding import AttentionSharding, check_sharding
 
 DEFAULT_PAGE_SIZE = 128
 
@@ -50,6 +51,9 @@ class AttentionOptions:
       sharding: As in `dot_product_attention`.
       dtype: Of queries, keys and values; None promotes them to a common one.
       precision: As in `dot_product_attention`.
+
+    Raises:
+      ValueError: An option is none of those.
     """
 
     rotary: Rotary | None
@@ -59,6 +63,21 @@ class AttentionOptions:
     sharding: AttentionSharding | None
     dtype: Any
     precision: Any
+
+    def __post_init__(self):
+        if not isinstance(self.rotary, Rotary | None):
+            raise ValueError(
+                f"rotary={self.rotary!r} must be Rotary(), with a base or scaling as the model "
+                "has it, or None."
+            )
+        check_band(False, self.local_window_size)
+        check_soft_cap(self.logits_soft_cap)
+        check_sharding(self.sharding)
+        if self.implementation not in (None, *IMPLEMENTATIONS):
+            raise ValueError(
+                f"implementation={self.implementation!r} is not known; use None or one of "
+                f"{IMPLEMENTATIONS}."
+            )
 
     @property
     def used(self) -> dict[str, bool]:
@@ -76,18 +95,31 @@ def refuse(arguments: dict[str, bool], reason: str) -> None:
         raise NotImplementedError(f"{', '.join(used)} {reason}")
 
 
+def check_normalize_qk(normalize_qk) -> None:
+    """Raises `ValueError` for what no module has."""
+    if normalize_qk not in (False, True, "rms"):
+        raise ValueError(f"normalize_qk={normalize_qk!r} must be False, True or 'rms'.")
+
+
 def pair_positions(positions) -> Positions | None:
     """One array stands for the positions of queries and keys alike."""
-    if positions is None or isinstance(positions, Positions):
-        return positions
-    return Positions(query=positions, key=positions)
+    return _pair(Positions, positions, "positions")
 
 
 def pair_segments(segment_ids) -> SegmentIds | None:
     """One array stands for the segments of queries and keys alike."""
-    if segment_ids is None or isinstance(segment_ids, SegmentIds):
-        return segment_ids
-    return SegmentIds(query=segment_ids, key=segment_ids)
+    return _pair(SegmentIds, segment_ids, "segment_ids")
+
+
+def _pair(kind, x, name: str):
+    if x is None:
+        return None
+    if not isinstance(x, kind):
+        x = kind(query=x, key=x)
+    return kind(
+        query=as_integers(x.query, f"{name} (of queries)"),
+        key=as_integers(x.key, f"{name} (of keys)"),
+    )
 
 
 def turn(
@@ -136,7 +168,7 @@ def attend(
     batch_shape = query.shape[:-3]
     output = dot_product_attention(
         *(one_batch_axis(x, batch_shape, 3) for x in (query, key, value)),
-        mask=None if mask is None else one_batch_axis(mask, batch_shape, 3),
+        mask=None if mask is None else one_batch_axis(as_array(mask, "mask"), batch_shape, 3),
         is_causal=is_causal,
         local_window_size=options.local_window_size,
         segment_ids=jax.tree.map(lambda x: one_batch_axis(x, batch_shape, 1), segment_ids),

@@ -24,6 +24,7 @@ from flax_pallas_attn.module_core import (
     AttentionOptions,
     DecodeCache,
     attend,
+    check_normalize_qk,
     decode_step,
     paged_step,
     pair_positions,
@@ -96,7 +97,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       sharding: As in `dot_product_attention`.
 
     Raises:
-      ValueError: Sizes that do not divide.
+      ValueError: Sizes that do not divide, or an option that is none.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -189,8 +190,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             query_ln_scale_metadata=query_ln_scale_metadata,
             key_ln_scale_metadata=key_ln_scale_metadata,
         )
-        if normalize_qk not in (False, True, "rms"):
-            raise ValueError(f"normalize_qk={normalize_qk!r} must be False, True or 'rms'.")
+        check_normalize_qk(normalize_qk)
         self.normalize_qk = normalize_qk
         if normalize_qk == "rms":
             norm = functools.partial(

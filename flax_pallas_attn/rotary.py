@@ -158,7 +158,7 @@ class Rotary:
 
         Args:
           x: Queries or keys, `[..., T, N, H]`, floating point.
-          positions: `[..., T]` or `[T]`, integers.
+          positions: Integers that broadcast to `[..., T]`, the last axis T.
 
         Returns:
           As `x`, in its dtype.
@@ -173,7 +173,13 @@ class Rotary:
                 f"them, at most the head size, which is {x.shape[-1]}."
             )
         positions = jnp.asarray(positions)
-        if positions.shape not in (x.shape[:-2], x.shape[-3:-2]):
+        *batch, tokens = x.shape[:-2]
+        leading = positions.shape[:-1]
+        if (
+            positions.shape[-1:] != (tokens,)
+            or len(leading) > len(batch)
+            or any(size not in (1, batch[-i]) for i, size in enumerate(reversed(leading), 1))
+        ):
             raise ValueError(
                 f"positions has shape {positions.shape}; for x of shape {x.shape} it must be "
                 f"{x.shape[:-2]} or {x.shape[-3:-2]}."

@@ -40,6 +40,14 @@ class AttentionSharding:
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
 
     def __post_init__(self):
+        for name in ("batch", "heads"):
+            axes = getattr(self, name)
+            names = axes if isinstance(axes, tuple) else (axes,)
+            if axes is not None and not all(isinstance(axis, str) for axis in names):
+                raise ValueError(
+                    f"AttentionSharding.{name}={axes!r} must be the name of a mesh axis, a tuple "
+                    "of names, or None."
+                )
         if self.sequence is not None:
             raise NotImplementedError(
                 f"AttentionSharding.sequence={self.sequence!r}: splitting the sequence over "
@@ -48,6 +56,15 @@ class AttentionSharding:
 
 
 Attend = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def check_sharding(sharding) -> None:
+    """Raises `ValueError` for what is neither an `AttentionSharding` nor None."""
+    if not isinstance(sharding, AttentionSharding | None):
+        raise ValueError(
+            f"sharding={sharding!r} must be AttentionSharding(batch=..., heads=...), or None for "
+            "the package's rules."
+        )
 
 
 def place(attend: Attend, call: Call, sharding: AttentionSharding | None) -> tuple:
@@ -59,9 +76,11 @@ def place(attend: Attend, call: Call, sharding: AttentionSharding | None) -> tup
       sharding: The caller's wish, or None for the rules.
 
     Raises:
-      ValueError: A mesh axis that does not divide the heads, or is not in the mesh.
+      ValueError: A mesh axis that does not divide the heads, or is not in the mesh; `sharding` is
+        of another type.
       NotImplementedError: Arrays that are sharded along the sequence or the head size.
     """
+    check_sharding(sharding)
     arrays = (call.query, call.key, call.value, call.mask, call.logits)
     mesh = sharding.mesh if sharding and sharding.mesh else jax.sharding.get_abstract_mesh()
     free = [name for name, kind in _axis_types(mesh).items() if kind != AxisType.Manual]

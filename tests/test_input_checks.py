@@ -267,6 +267,43 @@ def test_arrays_come_out_heads_first():
         assert call.value.shape == (B, K, S, 3)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sharding": "data"}, r"sharding='data' must be AttentionSharding\(batch="),
+        ({"tiles": 128}, r"tiles=128 must be Tiles\("),
+    ],
+)
+def test_wrong_types_of_what_the_checks_do_not_see(changes, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda: dot_product_attention(**arrays(), **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"key": "abc"}, "key='abc' is not an array"),
+        ({"mask": "causal"}, "mask='causal' is not an array"),
+        ({"dropout": Dropout(rate=0.1, key=3)}, "dropout.key=3 is not one random key"),  # pyright: ignore
+        ({"dropout": Dropout(rate="0.1", key=None)}, "dropout.rate='0.1' must lie in"),  # pyright: ignore
+        ({"logits_soft_cap": "high"}, "logits_soft_cap='high' must be a number"),
+    ],
+)
+def test_wrong_types(changes, words):
+    with pytest.raises(ValueError, match=words):
+        check(**changes)
+
+
+def test_lists_are_arrays():
+    call = check(
+        query_seq_lengths=[5, 5],
+        positions=Positions([0] * T, [list(range(S))]),  # pyright: ignore
+        mask=[[1] * S] * T,
+    )
+    assert call.mask.positions.query.shape == (B, T)
+    assert call.mask.dense.shape == (1, 1, T, S)
+
+
 def test_dropout_of_nothing_needs_no_key():
     assert check(dropout=Dropout(rate=0.0, key=None)).logits.used == ()  # pyright: ignore
 

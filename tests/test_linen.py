@@ -323,9 +323,26 @@ def test_another_attention_fn_gets_what_it_names():
 def test_deprecated_inputs_kv_still_stands_for_keys_and_values():
     module = build(MultiHeadDotProductAttention)
     variables = module.init(jax.random.key(0), X)
-    with pytest.warns(DeprecationWarning, match="inputs_kv"):
+    with pytest.warns(DeprecationWarning, match="inputs_kv") as caught:
         output = module.apply(variables, X, inputs_kv=Y)
+    assert caught[0].filename == __file__  # it points at the caller, not into flax
     np.testing.assert_array_equal(output, module.apply(variables, X, Y))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"normalize_qk": "batch"}, "normalize_qk='batch'"),
+        ({"rotary": True}, r"rotary=True must be Rotary\(\)"),
+        ({"local_window_size": (1, 2, 3)}, r"local_window_size=\(1, 2, 3\)"),
+        ({"logits_soft_cap": -1.0}, "logits_soft_cap=-1.0"),
+        ({"implementation": "cuda"}, "implementation='cuda'"),
+        ({"sharding": "data"}, "sharding='data'"),
+    ],
+)
+def test_bad_options_raise_when_built(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        build(MultiHeadDotProductAttention, **arguments)
 
 
 FLAX_FN = {"attention_fn": linen.dot_product_attention}
@@ -337,7 +354,6 @@ FLAX_FN = {"attention_fn": linen.dot_product_attention}
         ({}, {"sow_weights": True}, NotImplementedError, "sow_weights needs"),
         ({}, {"inputs_v": X}, ValueError, "inputs_v"),
         ({}, {"inputs_k": X, "inputs_kv": X}, ValueError, "inputs_kv"),
-        ({"normalize_qk": "batch"}, {}, ValueError, "normalize_qk='batch'"),
         ({"num_kv_heads": 3}, {}, ValueError, "num_kv_heads=3"),
         ({"qkv_features": 15}, {}, ValueError, "qkv_features=15"),
         (

@@ -297,6 +297,17 @@ def test_pairs_and_flax_name_say_the_same():
     assert not np.allclose(module(X, segment_ids=segments), output)
 
 
+def test_lists_shared_by_all_rows_are_positions_and_segments():
+    module = build(MultiHeadAttention, rotary=Rotary())
+    numbers = [0, 0, 0, 1, 1, 1, 1]
+    every_row = jnp.broadcast_to(jnp.array(numbers), (2, 7))
+    expected = module(X, positions=every_row, segment_ids=every_row)
+    np.testing.assert_array_equal(module(X, positions=numbers, segment_ids=[numbers]), expected)
+    np.testing.assert_array_equal(module(X, positions=[numbers], segment_ids=numbers), expected)
+    with pytest.raises(ValueError, match=r"positions \(of queries\)='first' is not an array"):
+        module(X, positions="first")
+
+
 def test_positions_order_tokens():
     """Tokens in any order give the outputs of their order, when positions tell it."""
     module = build(MultiHeadAttention, rotary=Rotary(), local_window_size=(3, 0))
@@ -623,9 +634,14 @@ def test_what_cannot_be_done_raises(arguments, call, error, words):
         ({"normalize_qk": "batch"}, "normalize_qk='batch'"),
         ({"num_kv_heads": 3}, "num_kv_heads"),
         ({"qkv_features": 15}, "15"),
+        ({"rotary": True}, r"rotary=True must be Rotary\(\)"),
+        ({"local_window_size": 2.5}, "local_window_size=2.5"),
+        ({"logits_soft_cap": 0.0}, "logits_soft_cap=0.0"),
+        ({"implementation": "cuda"}, "implementation='cuda'"),
+        ({"sharding": "data"}, "sharding='data'"),
     ],
 )
-def test_bad_sizes_raise_when_built(arguments, words):
+def test_bad_options_raise_when_built(arguments, words):
     with pytest.raises(ValueError, match=words):
         build(MultiHeadAttention, **arguments)
 

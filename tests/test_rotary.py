@@ -148,6 +148,8 @@ def test_leading_dimensions_and_shared_positions(leading):
     shared = Rotary().apply(x, positions)
     each = Rotary().apply(x, jnp.broadcast_to(positions, (*leading, 4)))
     np.testing.assert_array_equal(shared, each)
+    one_row = positions.reshape((1,) * len(leading) + (4,))
+    np.testing.assert_array_equal(Rotary().apply(x, one_row), each)
     np.testing.assert_allclose(
         shared, turned_ref(x, positions, plain_frequencies_ref(8, 1e4)), atol=4e-6
     )

@@ -266,6 +266,8 @@ def test_axes_that_the_mesh_does_not_have():
 def test_sequence_is_not_split():
     with pytest.raises(NotImplementedError, match=r"sequence='context'.*leave it None"):
         AttentionSharding(sequence="context")
+    with pytest.raises(ValueError, match=r"AttentionSharding\.batch=0 must be the name"):
+        AttentionSharding(batch=0)  # pyright: ignore
 
 
 @pytest.mark.parametrize(
