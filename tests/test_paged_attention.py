@@ -250,10 +250,13 @@ def decode(lengths=(5, 12), heads=4, kv_heads=2, head_dim=16, dtype="float32", *
             ValueError,
             "page_table[1, 1]=8 is not a page of the cache, which has 8",
         ),
-        ({"local_window_size": -1}, ValueError, "local_window_size=-1 must not be negative"),
+        ({"local_window_size": -1}, ValueError, "local_window_size=-1 must be an int or a pair"),
         ({"sinks": jnp.ones(2)}, ValueError, "sinks has shape (2,); expected one per query head"),
         ({"implementation": "cuda"}, ValueError, "implementation='cuda' is not known"),
         ({"tree_mask": jnp.ones((2, 2))}, NotImplementedError, "tree_mask is not supported yet"),
+        ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap=-1.0 must be positive"),
+        ({"page_table": [[0, 1], [2]]}, ValueError, "page_table=[[0, 1], [2]] is not an array"),
+        ({"cache": None}, ValueError, "cache is a NoneType; pass a PagedKVCache"),
         ({"sharding": object()}, NotImplementedError, "sharding is not supported yet"),
         ({"bias": jnp.ones((4, 2))}, NotImplementedError, "only Alibi is"),
         (
@@ -267,6 +270,30 @@ def decode(lengths=(5, 12), heads=4, kv_heads=2, head_dim=16, dtype="float32", *
 def test_a_wrong_call_says_what_is_wrong(changes, error, message):
     with pytest.raises(error, match=re.escape(message)):
         decode(**changes)
+
+
+def test_lists_and_numpy_arrays_do_as_well():
+    arguments = {name: np.asarray(array) for name, array in tables((5, 12)).items()}
+    lists = {name: array.tolist() for name, array in arguments.items()}
+    output, cache = decode(**lists)
+    expected, _ = decode(**arguments)
+    np.testing.assert_array_equal(output, expected)
+    assert cache.overflows(lists["page_table"], [5, 17]).tolist() == [False, True]
+    key = np.ones((2, 2, 16), np.float32)
+    np.testing.assert_array_equal(cache.write(key, key, **lists).pages, cache.pages)
+
+
+@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
+def test_is_not_differentiable(implementation):
+    def loss(query):
+        return decode(query=query, implementation=implementation)[0].sum()
+
+    for transform in (jax.grad(loss), lambda x: jax.jvp(loss, (x,), (x,))):
+        with pytest.raises(
+            NotImplementedError,
+            match="paged_attention is not differentiable; use dot_product_attention for training",
+        ):
+            jax.eval_shape(transform, jnp.ones((2, 4, 16)))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -366,6 +393,7 @@ def test_warns_where_the_kernel_declines_on_tpu():
     def attend(arguments):
         return paged_attention(arguments.pop("query"), arguments.pop("cache"), **arguments)
 
-    with pytest.warns(UserWarning, match=re.escape("page_size=5 is not a multiple of 8")):
+    with pytest.warns(UserWarning, match="page_size=5 is not a multiple of 8") as caught:
         program = aot.compile_for_tpu(attend, arguments, topology="v5e")
     assert program.kernels == ()
+    assert caught[0].filename == __file__  # it points at the caller, under jit too

@@ -1,8 +1,6 @@
 """Attention of ragged queries over a paged cache: check, choose an implementation, call it."""
 
 import functools
-import warnings
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
@@ -11,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType
 
+from flax_pallas_attn.input_checks import as_array, check_band, check_soft_cap, warn
 from flax_pallas_attn.kernels import paged as kernel
 from flax_pallas_attn.kernels.paged_tiles import reasons_against
 from flax_pallas_attn.kernels.tiles import tpu_kind
@@ -49,7 +48,7 @@ def paged_attention(
     `query_starts[s]` up to `query_starts[s + 1]`, and they are its last tokens: row i of q stands
     at position `kv_lengths[s] - q + i` and sees its own position and those before it. So one call
     serves prompts (many tokens), decoding (one) and drafts (a few) together. A sequence may have no
-    token in the call. Not differentiable.
+    token in the call. Not differentiable: use `dot_product_attention` for training.
 
     Letters: P pages, L tokens per page, M pages per sequence, N query heads, K key/value heads.
 
@@ -84,7 +83,7 @@ def paged_attention(
         known, lengths beyond the page table, pages that do not exist, starts that do not rise.
         Under `jit` nothing is read or written out of bounds: for lengths beyond the page table
         see `PagedKVCache.overflows`.
-      NotImplementedError: What is valid and not supported here.
+      NotImplementedError: What is valid and not supported here, a derivative among it.
 
     >>> import jax.numpy as jnp
     >>> from flax_pallas_attn.paged import PagedKVCache, paged_attention
@@ -101,6 +100,19 @@ def paged_attention(
     >>> output.shape
     (5, 1, 16)
     """
+    if not isinstance(cache, PagedKVCache):
+        raise ValueError(f"cache is a {type(cache).__name__}; pass a PagedKVCache.")
+    query = as_array(query, "query")
+    key = None if key is None else as_array(key, "key")
+    value = None if value is None else as_array(value, "value")
+    page_table, kv_lengths, query_starts = (
+        x if isinstance(x, np.ndarray) else as_array(x, name)
+        for x, name in (
+            (page_table, "page_table"),
+            (kv_lengths, "kv_lengths"),
+            (query_starts, "query_starts"),
+        )
+    )
     _check_shapes(query, cache, key, value, page_table, kv_lengths, query_starts)
     _check_values(query.shape[0], cache, layer, page_table, kv_lengths, query_starts)
     if tree_mask is not None:
@@ -109,9 +121,10 @@ def paged_attention(
         raise NotImplementedError("sharding is not supported yet; call within jax.shard_map.")
     if bias is not None and not isinstance(bias, Alibi):
         raise NotImplementedError(f"bias={type(bias).__name__} is not supported; only Alibi is.")
-    mask = Mask(lower=0, upper=_window_left(local_window_size))
+    _, left = check_band(True, local_window_size)
+    mask = Mask(lower=0, upper=left)
     logits = Logits(
-        soft_cap=logits_soft_cap,
+        soft_cap=check_soft_cap(logits_soft_cap),
         slopes=None if bias is None else _per_head("bias.slopes", bias.slopes, query),
         sinks=None if sinks is None else _per_head("sinks", sinks, query),
     )
@@ -119,6 +132,7 @@ def paged_attention(
         jnp.asarray(x, jnp.int32) for x in (page_table, kv_lengths, query_starts)
     )
     tables = {"page_table": page_table, "kv_lengths": kv_lengths, "query_starts": query_starts}
+    implementation = _choose(query, cache, page_table, logits, implementation)
     if key is not None and value is not None:
         cache = _write(cache, key, value, layer=layer, **tables)
     if scale is None:
@@ -142,8 +156,14 @@ _write = jax.jit(PagedKVCache.write)
 
 @functools.partial(jax.jit, static_argnames="implementation")
 def _attend(query, cache, *, implementation, **arguments) -> jax.Array:
-    query, cache, arguments = vary_alike((query, cache, arguments))
-    output = _choose(query, cache, arguments, implementation)(query, cache, **arguments)
+    query, cache, arguments = vary_alike(_not_differentiable((query, cache, arguments)))
+    attend = {
+        None: _by_platform,
+        "pallas": _kernel,
+        "xla": gather.attend_blockwise,
+        "reference": gather.attend,
+    }[implementation]
+    output = attend(query, cache, **arguments)
     kv_lengths = arguments["kv_lengths"]
     sequence, position = token_places(query.shape[0], kv_lengths, arguments["query_starts"])
     overflows = cache.overflows(arguments["page_table"], kv_lengths)
@@ -151,30 +171,40 @@ def _attend(query, cache, *, implementation, **arguments) -> jax.Array:
     return jnp.where(is_lost[:, None, None], jnp.nan, output)
 
 
-def _choose(query, cache, arguments, implementation) -> Callable[..., jax.Array]:
-    """The implementation that takes the call."""
-    if implementation == "reference":
-        return gather.attend
-    if implementation == "xla":
-        return gather.attend_blockwise
+@jax.custom_jvp
+def _not_differentiable(tree):
+    return tree
+
+
+@_not_differentiable.defjvp
+def _refuse_derivative(primals, tangents):
+    raise NotImplementedError(
+        "paged_attention is not differentiable; use dot_product_attention for training."
+    )
+
+
+def _choose(query, cache, page_table, logits, implementation) -> Implementation | None:
+    """The implementation that takes the call; None where the platform decides."""
+    if implementation in ("reference", "xla"):
+        return implementation
     if implementation not in (None, "pallas"):
         raise ValueError(
             f"implementation={implementation!r} is not known; use None or one of {IMPLEMENTATIONS}."
         )
-    reasons = reasons_against(query, cache.pages, arguments["page_table"], arguments["logits"])
+    reasons = reasons_against(query, cache.pages, page_table, logits)
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     unplaced = [name for name, size, kind in axes if size > 1 and kind != AxisType.Manual]
     if unplaced:
         reasons.append(f"XLA cannot split the kernel over the mesh axes {unplaced}: use shard_map")
     if not reasons:
-        return _kernel if implementation == "pallas" else _by_platform
+        return implementation
     refusal = f"The paged Pallas kernel cannot take this call: {'; '.join(reasons)}."
     if implementation == "pallas":
         raise NotImplementedError(f'{refusal} Change that, or use implementation="xla".')
     if tpu_kind() is not None:
-        warnings.warn(f'{refusal} implementation="xla" does.', stacklevel=3)
-    return gather.attend_blockwise
+        warn(f'{refusal} implementation="xla" does.')
+    return "xla"
 
 
 def _kernel(query, cache, *, logits, **arguments) -> jax.Array:
@@ -197,20 +227,8 @@ def _by_platform(query, cache, **arguments) -> jax.Array:
     )
 
 
-def _window_left(local_window_size: int | tuple[int, int] | None) -> int | None:
-    if local_window_size is None:
-        return None
-    left, right = (
-        local_window_size
-        if isinstance(local_window_size, tuple)
-        else (local_window_size, local_window_size)
-    )
-    if left < 0 or right < 0:
-        raise ValueError(f"local_window_size={local_window_size} must not be negative.")
-    return left
-
-
 def _per_head(name: str, array: jax.Array, query: jax.Array) -> jax.Array:
+    array = as_array(array, name)
     if array.shape != (query.shape[1],):
         raise ValueError(
             f"{name} has shape {array.shape}; expected one per query head, ({query.shape[1]},)."
@@ -266,7 +284,7 @@ def _check_shapes(query, cache, key, value, page_table, kv_lengths, query_starts
         ("query_starts", query_starts),
     ):
         if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ValueError(f"{name} has dtype {array.dtype}; expected int32.")
+            raise ValueError(f"{name} has dtype {array.dtype}; integers are expected.")
 
 
 def _check_values(tokens, cache, layer, page_table, kv_lengths, query_starts) -> None:

@@ -9,6 +9,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from flax_pallas_attn.input_checks import as_array, as_integers
+
 LANES = 128  # of a TPU vector register: the last dimension of an array is stored in units of this
 
 
@@ -152,6 +154,8 @@ class PagedKVCache:
         Raises:
           ValueError: A shape or dtype that does not fit the cache.
         """
+        key, value = as_array(key, "key"), as_array(value, "value")
+        page_table = as_integers(page_table, "page_table")
         tokens = key.shape[0]
         for name, array, size in (
             ("key", key, self.head_dim),
@@ -218,7 +222,8 @@ class PagedKVCache:
         Returns:
           bool `[sequences]`.
         """
-        return kv_lengths > page_table.shape[1] * self.page_size
+        kv_lengths = as_integers(kv_lengths, "kv_lengths")
+        return kv_lengths > as_integers(page_table, "page_table").shape[1] * self.page_size
 
 
 def token_places(
@@ -235,6 +240,8 @@ def token_places(
       Its sequence, int32 `[tokens]`, in range for padding too, and its position in the sequence,
       int32 `[tokens]`, -1 for padding.
     """
+    kv_lengths = as_integers(kv_lengths, "kv_lengths")
+    query_starts = as_integers(query_starts, "query_starts")
     token = jnp.arange(tokens, dtype=jnp.int32)
     sequence = jnp.sum(token[:, None] >= query_starts, axis=1, dtype=jnp.int32) - 1
     real = (sequence >= 0) & (sequence < kv_lengths.shape[0])
