@@ -1,6 +1,7 @@
 """The sizes and choices that make up a GPT, and the presets."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax.numpy as jnp
@@ -87,12 +88,25 @@ class GPTConfig:
                 f"width={self.width} and num_heads={self.num_heads} make heads of "
                 f"{self.head_size} features; rotary positions turn pairs, choose an even size."
             )
+        if self.rotary is not None and (self.rotary.dims or 0) > self.head_size:
+            raise ValueError(
+                f"rotary.dims={self.rotary.dims} is more than the {self.head_size} features of a "
+                f"head (width={self.width} / num_heads={self.num_heads}); leave it out to turn all."
+            )
+        if not 0 <= self.normalization_epsilon < math.inf:
+            raise ValueError(
+                f"normalization_epsilon={self.normalization_epsilon} must be finite and not "
+                "negative."
+            )
         if not 0 <= self.dropout_rate < 1:
             raise ValueError(f"dropout_rate={self.dropout_rate} must be in [0, 1).")
         if self.local_window_size is not None and self.local_window_size < 0:
             raise ValueError(f"local_window_size={self.local_window_size} must not be negative.")
-        if self.logits_soft_cap is not None and self.logits_soft_cap <= 0:
-            raise ValueError(f"logits_soft_cap={self.logits_soft_cap} must be positive.")
+        if self.logits_soft_cap is not None and not 0 < self.logits_soft_cap < math.inf:
+            raise ValueError(
+                f"logits_soft_cap={self.logits_soft_cap} must be positive and finite; None for no "
+                "cap."
+            )
 
     @property
     def head_size(self) -> int:

@@ -1,9 +1,13 @@
 """Choosing the next token from logits."""
 
 import dataclasses
+import math
+import numbers
 
 import jax
 import jax.numpy as jnp
+
+LOWEST_TEMPERATURE = 1e-30  # float32 logits divided by it are finite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,12 +26,19 @@ class Sampling:
     """Draw from the fewest likeliest tokens whose probabilities sum to at least p; None for all."""
 
     def __post_init__(self):
-        if self.temperature < 0:
+        if self.temperature != 0 and not LOWEST_TEMPERATURE <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature={self.temperature} must not be negative; 0 takes the likeliest token."
+                f"temperature={self.temperature} must be 0, which takes the likeliest token, or a "
+                f"finite number of at least {LOWEST_TEMPERATURE}."
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1, or None for all tokens.")
+        if self.top_k is not None and (
+            not isinstance(self.top_k, numbers.Integral)
+            or isinstance(self.top_k, bool)
+            or self.top_k < 1
+        ):
+            raise ValueError(
+                f"top_k={self.top_k} must be a whole number of at least 1, or None for all tokens."
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be in (0, 1], or None for all tokens.")
 
@@ -75,7 +86,8 @@ def keep_likeliest(logits: jax.Array, top_k: int | None, top_p: float | None) ->
     order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
     ranked = jnp.take_along_axis(logits, order, axis=-1)
     if top_k is not None:
-        ranked = jnp.where(jnp.arange(logits.shape[-1]) < top_k, ranked, -jnp.inf)
+        vocab_size = logits.shape[-1]
+        ranked = jnp.where(jnp.arange(vocab_size) < min(top_k, vocab_size), ranked, -jnp.inf)
     if top_p is not None:
         probabilities = jax.nn.softmax(ranked, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities

@@ -7,6 +7,7 @@ import jax
 import pytest
 from flax import nnx
 
+from flax_pallas_attn.rotary import Rotary
 from models.config import PRESETS, GPTConfig
 from models.gpt import GPT
 
@@ -28,9 +29,12 @@ def test_presets_have_the_published_number_of_parameters(preset, published):
         ({"num_heads": 3}, "num_heads=3 does not divide width=128"),
         ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
         ({"num_heads": 128, "num_kv_heads": 1}, "heads of 1 features"),
+        ({"rotary": Rotary(dims=100)}, "rotary.dims=100 is more than the 64 features of a head"),
+        ({"normalization_epsilon": math.nan}, "normalization_epsilon=nan must be finite"),
         ({"dropout_rate": 1.0}, "dropout_rate=1.0 must be in"),
         ({"local_window_size": -1}, "local_window_size=-1 must not be negative"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap=0.0 must be positive"),
+        ({"logits_soft_cap": math.nan}, "logits_soft_cap=nan must be positive"),
     ],
 )
 def test_wrong_values_are_named(changes, message):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.sampling import GREEDY, Sampling, keep_likeliest, sample
+from models.sampling import GREEDY, LOWEST_TEMPERATURE, Sampling, keep_likeliest, sample
 
 PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
 LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32)) + 2.0
@@ -21,14 +21,16 @@ def shares(sampling, draws=20_000):
     return np.bincount(tokens, minlength=5) / draws
 
 
-def test_greedy_takes_the_likeliest():
-    tokens = sample(jnp.stack([LOGITS, -LOGITS]), jax.random.key(0), GREEDY)
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=LOWEST_TEMPERATURE)])
+def test_greedy_takes_the_likeliest(sampling):
+    tokens = sample(jnp.stack([LOGITS, -LOGITS]), jax.random.key(0), sampling)
     assert tokens.tolist() == [1, 2]
     assert tokens.dtype == jnp.int32
 
 
 @pytest.mark.parametrize(
-    ("top_k", "expected"), [(1, [1]), (3, [1, 3, 4]), (5, [0, 1, 2, 3, 4]), (9, [0, 1, 2, 3, 4])]
+    ("top_k", "expected"),
+    [(1, [1]), (3, [1, 3, 4]), (5, [0, 1, 2, 3, 4]), (10**12, [0, 1, 2, 3, 4])],
 )
 def test_top_k_keeps_the_k_likeliest(top_k, expected):
     assert kept(LOGITS, top_k=top_k) == expected
@@ -72,8 +74,13 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -0.1}, "temperature=-0.1 must not be negative"),
-        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"temperature": -0.1}, "temperature=-0.1 must be 0"),
+        ({"temperature": 1e-40}, "temperature=1e-40 must be 0"),
+        ({"temperature": float("nan")}, "temperature=nan must be 0"),
+        ({"temperature": float("inf")}, "temperature=inf must be 0"),
+        ({"top_k": 0}, "top_k=0 must be a whole number of at least 1"),
+        ({"top_k": 1.5}, "top_k=1.5 must be a whole number"),
+        ({"top_k": True}, "top_k=True must be a whole number"),
         ({"top_p": 0.0}, "top_p=0.0 must be in"),
         ({"top_p": 1.5}, "top_p=1.5 must be in"),
     ],

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -30,7 +31,9 @@ def test_settings_survive_json():
     [
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"batch_size": -8}, "batch_size=-8 must be at least 1"),
-        ({"seed": -1}, "seed=-1 must not be negative"),
+        ({"batch_size": 10**11}, "batch_size=100000000000 must be below 2147483648"),
+        ({"seed": -1}, "seed=-1 must be between 0 and 4294967295"),
+        ({"seed": 2**32}, "seed=4294967296 must be between 0 and 4294967295"),
         ({"name": "a/b"}, "name='a/b' must be the name of a directory"),
         ({"name": ""}, "name='' must be the name"),
         ({"row_tokens": 100_000}, "row_tokens=100000 is longer than model.context_tokens"),
@@ -54,8 +57,19 @@ def test_wrong_values_are_named(changes, message):
         ({"final_learning_rate": 1.0}, "final_learning_rate=1.0 must be between 0 and"),
         ({"warmup_steps": -1}, "warmup_steps=-1 must not be negative"),
         ({"beta2": 1.0}, "beta2=1.0 must be in"),
-        ({"weight_decay": -0.1}, "weight_decay=-0.1 must not be negative"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1 must be finite and not negative"),
         ({"max_gradient_norm": 0.0}, "max_gradient_norm=0.0 must be positive"),
+        *(
+            ({name: value}, f"{name}={value} must be ")
+            for value in (math.nan, math.inf)
+            for name in (
+                "learning_rate",
+                "final_learning_rate",
+                "beta1",
+                "weight_decay",
+                "max_gradient_norm",
+            )
+        ),
     ],
 )
 def test_wrong_optimizer_values_are_named(changes, message):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 from models.config import PRESETS, GPTConfig, PresetName
@@ -42,8 +43,9 @@ class OptimizerConfig:
     """Gradients whose global norm is larger are scaled down to it."""
 
     def __post_init__(self):
-        if self.learning_rate <= 0:
-            raise InputError(f"learning_rate={self.learning_rate} must be positive.")
+        for name in ("learning_rate", "max_gradient_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"{name}={getattr(self, name)} must be positive and finite.")
         if not 0 <= self.final_learning_rate <= self.learning_rate:
             raise InputError(
                 f"final_learning_rate={self.final_learning_rate} must be between 0 and "
@@ -54,10 +56,8 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be in [0, 1).")
-        if self.weight_decay < 0:
-            raise InputError(f"weight_decay={self.weight_decay} must not be negative.")
-        if self.max_gradient_norm <= 0:
-            raise InputError(f"max_gradient_norm={self.max_gradient_norm} must be positive.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise InputError(f"weight_decay={self.weight_decay} must be finite and not negative.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,8 +148,8 @@ class TrainConfig:
 
     def __post_init__(self):
         _check_positive(self, "steps", "batch_size", "row_tokens", "log_every_steps")
-        if self.seed < 0:
-            raise InputError(f"seed={self.seed} must not be negative.")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"seed={self.seed} must be between 0 and {2**32 - 1}.")
         if not self.name or Path(self.name).name != self.name:
             raise InputError(f"name={self.name!r} must be the name of a directory, without '/'.")
         if self.row_tokens > self.model.context_tokens:
@@ -186,8 +186,11 @@ class TrainConfig:
 
 def _check_positive(config, *names: str) -> None:
     for name in names:
-        if getattr(config, name) < 1:
-            raise InputError(f"{name}={getattr(config, name)} must be at least 1.")
+        value = getattr(config, name)
+        if value < 1:
+            raise InputError(f"{name}={value} must be at least 1.")
+        if value >= 2**31:
+            raise InputError(f"{name}={value} must be below {2**31}, so that int32 holds it.")
 
 
 RECIPES: dict[PresetName, TrainConfig] = {
