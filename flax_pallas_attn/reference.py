@@ -35,9 +35,9 @@ def attend(
 
     Returns:
       Output `[B, N, T, Hv]` in the query's dtype and logsumexp `[B, N, T]` in float32 (float64
-      for float64 inputs). A row that sees nothing is zero and -inf; one that sees a key or value
-      that is not finite is NaN (the kernels let a score of -inf, of an infinite key, hide its
-      key); neither touches another row.
+      for float64 inputs). A row that sees nothing is zero and -inf; one whose query, or a key or
+      value that it sees, is not finite is NaN (the kernels let a score of -inf, of an infinite
+      query or key, hide its key); neither touches another row.
     """
     batch, heads, queries, _ = query.shape
     kv_heads, keys = key.shape[1:3]
@@ -76,8 +76,9 @@ def attend(
 
     visible = True if visible is None else visible
     scores = jnp.where(visible, scores, -jnp.inf)
+    # Not by the greatest score: XLA's maximum on CPU may pass over a NaN.
+    empty = (scores == -jnp.inf).all(axis=-1, keepdims=True)
     greatest = jnp.max(scores, axis=-1, keepdims=True)
-    empty = greatest == -jnp.inf
     sinks = None if logits.sinks is None else logits.sinks.astype(scores.dtype)[:, None, None]
     if sinks is not None:
         greatest = jnp.maximum(greatest, sinks)
