@@ -74,7 +74,7 @@ def stream(
 
     Args:
       model: With its parameters.
-      prompts: Token ids, each prompt at least one.
+      prompts: Token ids, each prompt at least one: lists, bytes or arrays.
       max_new_tokens: Where to end each sequence that meets no stop token.
       sampling: How tokens are drawn.
       seed: Of the draws: the same seed gives the same tokens.
@@ -86,41 +86,43 @@ def stream(
       Each step, the new token of each prompt, None once it has ended; until all have.
 
     Raises:
-      ValueError: No prompt, an empty one, an id outside the vocabulary, or a sequence that would
-        outgrow the model's context.
+      ValueError: No prompt, an empty one, what is no token id or outside the vocabulary, a
+        sequence that would outgrow the model's context, or another argument out of range.
       OutOfPagesError: `num_pages` pages cannot hold the sequences at their longest.
     """
-    _check(model, prompts, max_new_tokens)
+    _check_options(max_new_tokens, sampling, seed)
+    rows = _check_prompts(model, prompts, max_new_tokens)
+    stop_ids = _token_ids("stop_tokens", stop_tokens)
+    if page_size < 1:
+        raise ValueError(f"page_size={page_size} must be at least 1 token.")
     # The last token of a sequence is never written: nothing comes after it.
-    longest = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
+    longest = [len(row) + max_new_tokens - 1 for row in rows]
     if num_pages is None:
         num_pages = _few_sizes(sum(-(-tokens // page_size) for tokens in longest))
     allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
-    page_table = np.zeros((len(prompts), -(-model.config.context_tokens // page_size)), np.int32)
+    page_table = np.zeros((len(rows), -(-model.config.context_tokens // page_size)), np.int32)
     for row, tokens in zip(page_table, longest, strict=True):
         pages = allocator.grow([], num_tokens=tokens)
         row[: len(pages)] = pages
     cache = model.create_cache(num_pages=num_pages, page_size=page_size)
-    return _steps(
-        model, prompts, cache, page_table, max_new_tokens, sampling, seed, frozenset(stop_tokens)
-    )
+    return _steps(model, rows, cache, page_table, max_new_tokens, sampling, seed, stop_ids)
 
 
 def _steps(
     model: GPT,
-    prompts: Sequence[Sequence[int]],
+    prompts: list[np.ndarray],
     cache: PagedKVCache,
     page_table: np.ndarray,
     max_new_tokens: int,
     sampling: Sampling,
     seed: int,
-    stop_tokens: frozenset[int],
+    stop_ids: np.ndarray,
 ) -> Iterator[list[int | None]]:
     graphdef, parameters = nnx.split(model)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     flat = np.zeros(_few_sizes(starts[-1]), np.int32)
-    flat[: starts[-1]] = [token for prompt in prompts for token in prompt]
+    flat[: starts[-1]] = np.concatenate(prompts)
 
     key = jax.random.key(seed)
     tokens, cache = append_and_sample(
@@ -139,7 +141,7 @@ def _steps(
     every = np.arange(len(prompts) + 1, dtype=np.int32)
     for step in range(1, max_new_tokens + 1):
         drawn = np.asarray(tokens)
-        ended |= np.isin(drawn, list(stop_tokens))
+        ended |= np.isin(drawn, stop_ids)
         if ended.all():
             return
         yield [None if over else int(token) for token, over in zip(drawn, ended, strict=True)]
@@ -195,20 +197,30 @@ def _few_sizes(size: int) -> int:
     return 1 << (int(size) - 1).bit_length()
 
 
-def _check(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def _check_options(max_new_tokens: int, sampling: Sampling, seed: int) -> None:
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1.")
-    if not prompts:
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling={sampling!r} must be a Sampling; GREEDY is one.")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must be between 0 and {2**32 - 1}.")
+
+
+def _check_prompts(
+    model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[np.ndarray]:
+    if len(prompts) == 0:
         raise ValueError("prompts is empty; give at least one prompt.")
+    rows = [_token_ids(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
     context_tokens, vocab_size = model.config.context_tokens, model.config.vocab_size
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate(rows):
         if not len(prompt):
             raise ValueError(
                 f"prompts[{index}] is empty; give at least one token, such as a newline."
             )
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
+        if prompt.min() < 0 or prompt.max() >= vocab_size:
             raise ValueError(
-                f"prompts[{index}] has token ids from {min(prompt)} to {max(prompt)}; the model "
+                f"prompts[{index}] has token ids from {prompt.min()} to {prompt.max()}; the model "
                 f"knows 0 to {vocab_size - 1}."
             )
         if len(prompt) + max_new_tokens > context_tokens:
@@ -217,3 +229,15 @@ def _check(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int) ->
                 f"would go past the model's context_tokens={context_tokens}; shorten the prompt, "
                 f"or ask for at most {context_tokens - len(prompt)} tokens."
             )
+    return rows
+
+
+def _token_ids(name: str, ids: Sequence[int]) -> np.ndarray:
+    """One row of ids as an array; bytes are ids too."""
+    row = np.asarray(list(ids) if isinstance(ids, bytes) else ids)
+    if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+        raise ValueError(
+            f"{name} has shape {row.shape} and dtype {row.dtype}; give a row of token ids, "
+            "which are whole numbers."
+        )
+    return row.astype(np.int64)

@@ -5,7 +5,9 @@ Letters: B batch, T tokens per row, D width, F MLP width, V vocabulary.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from flax_pallas_attn.nnx import MultiHeadAttention
 from flax_pallas_attn.paged.cache import PagedKVCache, token_places
@@ -76,7 +78,9 @@ class GPT(nnx.Module):
           `[B, T, V]` float32.
 
         Raises:
-          ValueError: `tokens` is not `[B, T]`, or T is longer than the context.
+          ValueError: `tokens` is not `[B, T]`, T is longer than the context, or an id is outside
+            the vocabulary. Under `jit` ids are not known: one too high gives NaN, and a negative
+            one counts from the end.
         """
         if tokens.ndim != 2:
             raise ValueError(f"tokens has shape {tokens.shape}; expected [B, T].")
@@ -86,6 +90,13 @@ class GPT(nnx.Module):
                 f"context_tokens={self.config.context_tokens}; cut them, or build the model with a "
                 "longer context."
             )
+        if tokens.size and not isinstance(tokens, Tracer):
+            lowest, highest = np.min(tokens), np.max(tokens)
+            if lowest < 0 or highest >= self.config.vocab_size:
+                raise ValueError(
+                    f"tokens has ids from {lowest} to {highest}; the model knows 0 to "
+                    f"{self.config.vocab_size - 1}."
+                )
         places = jnp.arange(tokens.shape[1]) if positions is None else positions
         x = self._embed(tokens, places)
         x = self.embedding_dropout(x, deterministic=deterministic, rngs=rngs)

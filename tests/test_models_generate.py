@@ -152,11 +152,39 @@ def test_out_of_capacity_is_said_before_anything_runs(model):
         ([[1], []], 5, r"prompts\[1\] is empty"),
         ([[1, 50]], 5, r"prompts\[0\] has token ids from 1 to 50; the model knows 0 to 49"),
         ([[1]], 0, "max_new_tokens=0 must be at least 1"),
+        ([[1.7, 2.2]], 5, r"prompts\[0\] has shape \(2,\) and dtype float64; give a row"),
+        ([1, 2], 5, r"prompts\[0\] has shape \(\)"),
+        (["Hi"], 5, r"prompts\[0\] has shape \(\) and dtype <U2"),
+        (np.zeros((0, 3), int), 5, "prompts is empty"),
+        (jnp.array([[1, -2]]), 5, r"prompts\[0\] has token ids from -2 to 1"),
     ],
 )
 def test_wrong_prompts_are_named(model, prompts, max_new_tokens, message):
     with pytest.raises(ValueError, match=message):
         stream(model, prompts, max_new_tokens=max_new_tokens, sampling=GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"page_size": 0}, "page_size=0 must be at least 1"),
+        ({"num_pages": 0}, "num_pages=0 must be at least 1"),
+        ({"sampling": None}, "sampling=None must be a Sampling"),
+        ({"stop_tokens": 5}, r"stop_tokens has shape \(\) and dtype int64"),
+        ({"seed": 2**70}, "seed=1180591620717411303424 must be between"),
+        ({"seed": -1}, "seed=-1 must be between"),
+    ],
+)
+def test_wrong_options_are_named(model, changes, message):
+    with pytest.raises(ValueError, match=message):
+        stream(model, [PROMPT], **({"max_new_tokens": 2, "sampling": GREEDY} | changes))
+
+
+@pytest.mark.parametrize("kind", [np.array, jnp.array, lambda rows: [bytes(row) for row in rows]])
+def test_prompts_may_be_arrays_or_bytes(model, kind):
+    rows = [PROMPT, PROMPT[::-1]]
+    expected = generate(model, rows, max_new_tokens=3, sampling=GREEDY)
+    assert generate(model, kind(rows), max_new_tokens=3, sampling=GREEDY) == expected
 
 
 def test_learned_positions_decode_too():

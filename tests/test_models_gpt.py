@@ -167,6 +167,12 @@ def test_tied_head_has_no_parameters_of_its_own():
     assert "head" in nnx.to_pure_dict(nnx.state(make_model(LLAMA_STYLE)))
 
 
+@pytest.mark.parametrize("token", [-1, 61])
+def test_a_token_outside_the_vocabulary_is_named(token):
+    with pytest.raises(ValueError, match=rf"tokens has ids from .*{token}.*knows 0 to 60"):
+        make_model(LLAMA_STYLE)(jnp.array([[3, token]]))
+
+
 @pytest.mark.parametrize(
     ("shape", "message"),
     [((8,), r"tokens has shape \(8,\); expected \[B, T\]"), ((1, 33), "context_tokens=32")],
