@@ -16,6 +16,7 @@ from models.gpt import GPT
 from models.sampling import Sampling, sample
 
 DEFAULT_PAGE_SIZE = 16
+DEFAULT_SAMPLING = Sampling()
 
 
 def generate(
@@ -23,7 +24,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampling: Sampling,
+    sampling: Sampling = DEFAULT_SAMPLING,
     seed: int = 0,
     stop_tokens: Sequence[int] = (),
     num_pages: int | None = None,
@@ -64,7 +65,7 @@ def stream(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampling: Sampling,
+    sampling: Sampling = DEFAULT_SAMPLING,
     seed: int = 0,
     stop_tokens: Sequence[int] = (),
     num_pages: int | None = None,
@@ -76,7 +77,7 @@ def stream(
       model: With its parameters.
       prompts: Token ids, each prompt at least one: lists, bytes or arrays.
       max_new_tokens: Where to end each sequence that meets no stop token.
-      sampling: How tokens are drawn.
+      sampling: How tokens are drawn; by default from the model's own distribution.
       seed: Of the draws: the same seed gives the same tokens.
       stop_tokens: Token ids that end a sequence; they are not part of it.
       num_pages: Pages of the cache; None for enough to hold the sequences at their longest.
@@ -223,6 +224,11 @@ def _check_prompts(
                 f"prompts[{index}] has token ids from {prompt.min()} to {prompt.max()}; the model "
                 f"knows 0 to {vocab_size - 1}."
             )
+        if len(prompt) >= context_tokens:
+            raise ValueError(
+                f"prompts[{index}] has {len(prompt)} tokens, which leaves no room for new ones in "
+                f"the model's context_tokens={context_tokens}; shorten the prompt."
+            )
         if len(prompt) + max_new_tokens > context_tokens:
             raise ValueError(
                 f"prompts[{index}] has {len(prompt)} tokens, and max_new_tokens={max_new_tokens} "
@@ -238,6 +244,6 @@ def _token_ids(name: str, ids: Sequence[int]) -> np.ndarray:
     if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
         raise ValueError(
             f"{name} has shape {row.shape} and dtype {row.dtype}; give a row of token ids, "
-            "which are whole numbers."
+            "which are whole numbers: of a text, for a model of bytes, text.encode()."
         )
     return row.astype(np.int64)

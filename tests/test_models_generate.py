@@ -127,6 +127,11 @@ def test_decoding_compiles_once(model):
     assert append_and_sample._cache_size() == before + 2
 
 
+def test_draws_from_the_models_distribution_by_default(model):
+    drawn = generate(model, [PROMPT], max_new_tokens=30, sampling=Sampling(temperature=1.0))
+    assert generate(model, [PROMPT], max_new_tokens=30) == drawn
+
+
 def test_the_seed_decides_the_draws(model):
     def draw(seed):
         hot = Sampling(temperature=3.0)
@@ -154,7 +159,9 @@ def test_out_of_capacity_is_said_before_anything_runs(model):
         ([[1]], 0, "max_new_tokens=0 must be at least 1"),
         ([[1.7, 2.2]], 5, r"prompts\[0\] has shape \(2,\) and dtype float64; give a row"),
         ([1, 2], 5, r"prompts\[0\] has shape \(\)"),
-        (["Hi"], 5, r"prompts\[0\] has shape \(\) and dtype <U2"),
+        (["Hi"], 5, r"prompts\[0\] has shape \(\) and dtype <U2.*text\.encode\(\)"),
+        (b"Hi", 5, r"prompts\[0\] has shape \(\)"),
+        ([[1] * 96], 5, r"prompts\[0\] has 96 tokens, which leaves no room .*shorten the prompt"),
         (np.zeros((0, 3), int), 5, "prompts is empty"),
         (jnp.array([[1, -2]]), 5, r"prompts\[0\] has token ids from -2 to 1"),
     ],
