@@ -3,8 +3,9 @@
 Grid: batch, query head, query tile, key chunk. A chunk of keys and values stands in VMEM (a whole
 head's, at usual lengths: consecutive query tiles and the query heads of a group then share one
 copy); within it the query tile walks along the tiles that the mask leaves. The units of a tile are
-written out one after another, and the scores of a unit come some units before the softmax that
-uses them, so that the matrix unit does not wait for it.
+written out one after another, and the product of query and key of a unit comes some units before
+the softmax that uses it, across tiles too, so that the matrix unit does not wait for it. The sums
+of a softmax row are rows of the product with the value: the vector unit has enough to do.
 
 Source: Dao et al., 2022 (arXiv 2205.14135), algorithm 1; Dao, 2023 (arXiv 2307.08691), section 3.1.
 """
@@ -24,7 +25,6 @@ from flax_pallas_attn.kernels.online_softmax import (
     LOG2_E,
     dot,
     finite,
-    not_finite_rows,
     softmax_step,
 )
 from flax_pallas_attn.kernels.score_tiles import (
@@ -40,7 +40,10 @@ from flax_pallas_attn.kernels.walk import Unit, Walk
 from flax_pallas_attn.masking import Mask
 
 LOOK_AHEAD = 5
-"""Units between the scores of a unit and its softmax."""
+"""Units between the product of query and key of a unit and its softmax."""
+
+SUM_ROWS = 16
+"""Rows before those of the output: 8 times the row's sum, 8 times what is not finite in it."""
 
 
 class _Inputs(NamedTuple):
@@ -52,8 +55,8 @@ class _Inputs(NamedTuple):
 
 class _Scratch(NamedTuple):
     maximum: Any  # [1, query tile]
-    total: Any  # [1, query tile]
-    output: Any  # [Hv, query tile], transposed and not yet divided by total
+    sums: Any  # [SUM_ROWS + Hv, query tile], not yet divided by the row's sum
+    products: Any  # [keys of a unit, LOOK_AHEAD units' queries]: of the tile to come
 
 
 def flash_forward(
@@ -154,8 +157,8 @@ def flash_forward(
             scratch_shapes=[
                 _Scratch(
                     pltpu.VMEM((1, tiles.query), jnp.float32),
-                    pltpu.VMEM((1, tiles.query), jnp.float32),
-                    pltpu.VMEM((value_dim, tiles.query), jnp.float32),
+                    pltpu.VMEM((SUM_ROWS + value_dim, tiles.query), jnp.float32),
+                    pltpu.VMEM((walk.unit_keys, LOOK_AHEAD * walk.unit_queries), jnp.float32),
                 )
             ],
         ),
@@ -179,67 +182,111 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
     @pl.when(chunk == 0)
     def _():
         scratch.maximum[...] = jnp.full_like(scratch.maximum, -jnp.inf)
-        scratch.total[...] = jnp.zeros_like(scratch.total)
-        scratch.output[...] = jnp.zeros_like(scratch.output)
+        scratch.sums[...] = jnp.zeros_like(scratch.sums)
 
     query = inputs.query[0, 0]
     query = (query.astype(jnp.float32) * (scale * LOG2_E)).astype(query.dtype)
     width, step = walk.unit_queries, walk.unit_keys
+    chunk_tiles = tiles.key_chunk // tiles.key
+
+    def product(tile, unit: Unit):
+        keys = pl.ds(tile * tiles.key + unit.key, step)
+        part = query[unit.query : unit.query + width]
+        return dot(inputs.key[0, 0, keys, :], part, (1, 1), precision)
+
+    # The products that a tile begins with wait in scratch memory, put there by the one before.
+    leading = {unit.place: i for i, unit in enumerate(walk.all_units(False)[:LOOK_AHEAD])}
+
+    def put_leading(tile, unit: Unit):
+        lanes = pl.ds(leading[unit.place] * width, width)
+        scratch.products[:, lanes] = product(tile, unit)
 
     def visit(tile, units: list[Unit]):
-        def keys_of(unit):
-            return pl.ds(tile * tiles.key + unit.key, step)
+        next_tile = jnp.minimum(tile + 1, chunk_tiles - 1)
+        products = {}
+        for place, i in leading.items():
+            products[place] = scratch.products[:, pl.ds(i * width, width)]
 
-        def products_of(unit):
-            part = query[unit.query : unit.query + width]
-            return dot(inputs.key[0, 0, keys_of(unit), :], part, (1, 1), precision)
+        def put(unit):
+            products[unit.place] = product(tile, unit)
 
-        ahead = [products_of(unit) for unit in units[:LOOK_AHEAD]]
-        running = {}
-        for i, unit in enumerate(units):
-            if i + LOOK_AHEAD < len(units):
-                ahead.append(products_of(units[i + LOOK_AHEAD]))
-            offset = tile * tiles.key + unit.key
-            part = ScoreTile(
-                walk.mask,
-                options,
-                inputs.scores,
-                TileAxis(query_tile * tiles.query + unit.query, unit.query, width, walk.query_stop),
-                TileAxis(chunk * tiles.key_chunk + offset, offset, step, walk.key_stop),
+        ahead = [functools.partial(put, unit) for unit in units if unit.place not in leading]
+        ahead += [
+            functools.partial(put_leading, next_tile, unit)
+            for unit in walk.all_units(False)[:LOOK_AHEAD]
+        ]
+        maximums = {}
+        for unit in units:
+            if ahead:
+                ahead.pop(0)()
+            while unit.place not in products:
+                ahead.pop(0)()
+            if unit.query not in maximums:
+                maximums[unit.query] = scratch.maximum[:, pl.ds(unit.query, width)]
+            maximums[unit.query] = visit_unit(
+                tile, unit, products.pop(unit.place), maximums[unit.query]
             )
-            scores, _ = part.scores(ahead.pop(0))
-            value = inputs.value[0, 0, keys_of(unit), :]
-            if unit.is_cut:
-                scores = jnp.where(part.visible(), scores + not_finite_rows(value), -jnp.inf)
-                value = finite(value)
-            lanes = pl.ds(unit.query, width)
-            maximum, total = running.get(unit.query) or (
-                scratch.maximum[:, lanes],
-                scratch.total[:, lanes],
-            )
-            probabilities, shrink, *running[unit.query] = softmax_step(scores, maximum, total)
-            (probabilities,) = part.dropped(probabilities)
-            weighted = dot(value, probabilities.astype(value.dtype), (0, 0), precision)
-            scratch.output[:, lanes] = scratch.output[:, lanes] * shrink + weighted
-        for first, (maximum, total) in running.items():
+        for put_later in ahead:
+            put_later()
+        for first, maximum in maximums.items():
             scratch.maximum[:, pl.ds(first, width)] = maximum
-            scratch.total[:, pl.ds(first, width)] = total
 
-    chunk_tiles = tiles.key_chunk // tiles.key
+    def visit_unit(tile, unit: Unit, products, maximum):
+        offset = tile * tiles.key + unit.key
+        part = ScoreTile(
+            walk.mask,
+            options,
+            inputs.scores,
+            TileAxis(query_tile * tiles.query + unit.query, unit.query, width, walk.query_stop),
+            TileAxis(chunk * tiles.key_chunk + offset, offset, step, walk.key_stop),
+        )
+        scores, _ = part.scores(products)
+        value = inputs.value[0, 0, pl.ds(offset, step), :].T
+        not_finite = jnp.zeros((1, step), jnp.float32)
+        if unit.is_cut:
+            scores = jnp.where(part.visible(), scores, -jnp.inf)
+            # What is not finite must not meet the zeros of hidden keys: its share is summed apart.
+            zeros = value.astype(jnp.float32) * 0.0
+            not_finite = jnp.where(jnp.sum(zeros, axis=0, keepdims=True) == 0.0, 0.0, 1.0)
+            value = finite(value)
+        probabilities, shrink, maximum = softmax_step(scores, maximum)
+        (kept,) = part.dropped(probabilities)
+        probabilities, kept = probabilities.astype(value.dtype), kept.astype(value.dtype)
+        of_sums = jnp.concatenate(
+            [
+                jnp.broadcast_to(row, (SUM_ROWS // 2, step))
+                for row in (jnp.ones((1, step)), not_finite)
+            ]
+        ).astype(value.dtype)
+        if inputs.scores.dropout_rows is None:
+            sums = dot(jnp.concatenate([of_sums, value]), kept, (1, 0), precision)
+        else:
+            operands = ((of_sums, probabilities), (value, kept))
+            sums = jnp.concatenate([dot(*pair, (1, 0), precision) for pair in operands])
+        lanes = pl.ds(unit.query, width)
+        scratch.sums[:, lanes] = scratch.sums[:, lanes] * shrink + sums
+        return maximum
+
     span = walk.span(pl.program_id(0), query_tile, *spans_refs)
-    walk.visit(query_tile, span, chunk * chunk_tiles, chunk_tiles, visit)
+    first_tile = chunk * chunk_tiles
+    start = walk.first_visited(span, first_tile, chunk_tiles)
+    for unit in walk.all_units(False)[:LOOK_AHEAD]:
+        put_leading(start, unit)
+    walk.visit(query_tile, span, first_tile, chunk_tiles, visit)
 
     @pl.when(chunk == chunks - 1)
     def _():
-        maximum, total = scratch.maximum[...], scratch.total[...]
+        maximum, total = scratch.maximum[...], scratch.sums[:1]
+        not_finite = scratch.sums[SUM_ROWS // 2 : SUM_ROWS // 2 + 1] > 0
         is_empty = total == 0
         factor = 1 / (1 - options.dropout_rate)
         if inputs.scores.sinks is not None:
-            sinks = inputs.scores.sinks[0, 0] * LOG2_E
-            _, shrink, maximum, total = softmax_step(sinks, maximum, total)
+            of_sink, shrink, maximum = softmax_step(inputs.scores.sinks[0, 0] * LOG2_E, maximum)
+            total = total * shrink + of_sink
             factor *= shrink
+        total = jnp.where(not_finite, jnp.nan, total)
         factor = jnp.where(is_empty, 0.0, factor / total)
-        output_ref[0, 0] = (scratch.output[...] * factor).T.astype(output_ref.dtype)
+        output_ref[0, 0] = (scratch.sums[SUM_ROWS:] * factor).T.astype(output_ref.dtype)
         logsumexp = jnp.where(is_empty, -jnp.inf, (maximum + jnp.log2(total)) * LN_2)
         logsumexp_ref[0, 0] = logsumexp
 

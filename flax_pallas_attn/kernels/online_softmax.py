@@ -38,26 +38,18 @@ def finite(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x, jnp.zeros_like(x))
 
 
-def not_finite_rows(x: jax.Array) -> jax.Array:
-    """`[n, 1]` float32: NaN where a row of `x` `[n, h]` holds NaN or inf, else 0."""
-    return jnp.sum(x.astype(jnp.float32) * 0.0, axis=1, keepdims=True)
-
-
-def softmax_step(scores, maximum, total):
+def softmax_step(scores, maximum):
     """Takes one more tile of scores into a running softmax.
 
     Args:
       scores: `[keys, queries]` float32, base 2.
       maximum: `[1, queries]`, of the scores so far, -inf where there were none.
-      total: `[1, queries]`, sum of `2 ** (scores - maximum)` so far.
 
     Returns:
       The tile's unnormalised probabilities, the factor by which what was summed so far shrinks,
-      and the new maximum and total.
+      and the new maximum.
     """
     highest = jnp.maximum(maximum, jnp.max(scores, axis=0, keepdims=True))
     # A query that has seen nothing yet keeps -inf, which must not be subtracted from itself.
     shift = jnp.where(highest == -jnp.inf, 0.0, highest)
-    probabilities = jnp.exp2(scores - shift)
-    shrink = jnp.exp2(maximum - shift)
-    return probabilities, shrink, highest, total * shrink + jnp.sum(probabilities, 0, keepdims=True)
+    return jnp.exp2(scores - shift), jnp.exp2(maximum - shift), highest

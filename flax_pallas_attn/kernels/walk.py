@@ -31,6 +31,10 @@ class Unit(NamedTuple):
     key: int
     is_cut: bool
 
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.query, self.key
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Walk:
@@ -128,6 +132,8 @@ class Walk:
     def visit(self, tile, span: Span, first, tiles: int, body: Callable) -> None:
         """Calls `body(other_tile, units)` for what `tile` meets among `first .. first + tiles`.
 
+        One after another, from `first_visited` on, without a gap.
+
         Args:
           tile: The tile that walks; an int where there is only one.
           span: Its span.
@@ -142,7 +148,7 @@ class Walk:
                 (full_start, full_stop, False),
                 (full_stop, stop, True),
             ):
-                self._loop(lower, upper, first, tiles, body, self._all_units(is_cut))
+                self._loop(lower, upper, first, tiles, body, self.all_units(is_cut))
             return
         own_size, other_size = self._sizes
         other_count = self._counts[1]
@@ -152,13 +158,7 @@ class Walk:
 
             @_when(is_case)
             def _(own=own, own_extent=own_extent, candidates=candidates):
-                whole = self._units(None, own_extent, other_size)
-                self._loop(full_start, _minimum(full_stop, complete), first, tiles, body, whole)
-                if last_size and any(self._is_whole(own, complete) for own in candidates):
-                    is_last = (full_start <= complete) & (complete < full_stop)
-                    whole = self._units(None, own_extent, last_size)
-                    self._at(complete, is_last, first, tiles, body, whole)
-                for step, distance in self._cut_steps():
+                def cut(step, distance):
                     other = own * ratio + step
                     is_complete = (other >= 0) & (other < complete)
                     units = self._units(distance, own_extent, other_size)
@@ -166,6 +166,22 @@ class Walk:
                     if last_size and any(own * ratio + step == complete for own in candidates):
                         units = self._units(distance, own_extent, last_size)
                         self._at(other, other == complete, first, tiles, body, units)
+
+                before, after = self._cut_steps()
+                for step_and_distance in before:
+                    cut(*step_and_distance)
+                whole = self._units(None, own_extent, other_size)
+                self._loop(full_start, _minimum(full_stop, complete), first, tiles, body, whole)
+                if last_size and any(self._is_whole(own, complete) for own in candidates):
+                    is_last = (full_start <= complete) & (complete < full_stop)
+                    whole = self._units(None, own_extent, last_size)
+                    self._at(complete, is_last, first, tiles, body, whole)
+                for step_and_distance in after:
+                    cut(*step_and_distance)
+
+    def first_visited(self, span: Span, first, tiles: int):
+        """The tile that `visit` begins with, counted from `first`; some tile if there is none."""
+        return _clip(span.start - first, tiles - 1)
 
     def _own_cases(self, tile):
         """The tile that walks, complete or the last: condition, index, tokens, candidates."""
@@ -187,21 +203,30 @@ class Walk:
         distance = self.mask.query_offset + query - key
         return self._band(distance, self.query_size, self.key_size) == _WHOLE
 
-    def _cut_steps(self):
-        """Tiles the band cuts, from `tile * own / other` on, and (query - key) of their firsts."""
+    def _cut_steps(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Tiles that the band cuts, those before whole ones and those after.
+
+        Each as its distance from tile `tile * own / other` and (query - key) of their firsts.
+        """
         _, other_size = self._sizes
         sign = -1 if self.by_query else 1
         offset = self.mask.query_offset
         edges = [edge for edge in (self.mask.lower, self.mask.upper) if edge is not None]
+        before, after = [], []
         if not edges:
-            return
+            return before, after
         least = min(edges) - self.query_size
         greatest = max(edges) + self.key_size
         steps = sorted(sign * (distance - offset) // other_size for distance in (least, greatest))
+        # Keys go by from the band's upper edge to its lower one, queries the other way.
+        first_edge = self.mask.upper if self.by_query else self.mask.lower
         for step in range(steps[0] - 1, steps[1] + 2):
             distance = offset + sign * step * other_size
             if self._band(distance, self.query_size, self.key_size) == _CUT:
-                yield step, distance
+                ends = (distance - self.key_size + 1, distance + self.query_size - 1)
+                is_before = first_edge is not None and ends[0] <= first_edge <= ends[1]
+                (before if is_before else after).append((step, distance))
+        return before, after
 
     def _band(self, distance: int, queries: int, keys: int) -> int:
         """What the band does to a block whose first query and first key are `distance` apart."""
@@ -219,7 +244,7 @@ class Walk:
         if not self.by_query:
             queries, keys = keys, queries
         units = []
-        for unit in self._all_units(False):
+        for unit in self.all_units(False):
             if unit.query >= queries or unit.key >= keys:
                 continue
             size = (self.unit_queries, self.unit_keys)
@@ -231,7 +256,8 @@ class Walk:
                 units.append(unit._replace(is_cut=unit.is_cut or state == _CUT or runs_over))
         return units
 
-    def _all_units(self, is_cut: bool) -> list[Unit]:
+    def all_units(self, is_cut: bool) -> list[Unit]:
+        """Units of a tile, in the order in which they are computed."""
         return [
             Unit(query, key, is_cut or self.all_cut)
             for key in range(0, self.key_size, self.unit_keys)
