@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from train.checkpoint import CheckpointError, Checkpoints
+from train.checkpoint import CheckpointError, Checkpoints, restore_parameters
 from train.config import InputError
 from train.step import TrainState
 
@@ -106,3 +106,32 @@ def test_a_damaged_checkpoint_is_named(checkpoints, tmp_path):
     with pytest.raises(CheckpointError, match=r"checkpoints/2 cannot be read.*\nDelete it"):
         checkpoints.restore(2, make_state(0))
     assert_equal(checkpoints.restore(1, make_state(0)), make_state(1))
+
+
+def test_parameters_are_read_alone_and_nothing_is_written(tmp_path):
+    directory = tmp_path / "checkpoints"
+    with Checkpoints(directory, keep=2, asynchronous=False) as checkpoints:
+        for step in (9, 10):
+            checkpoints.save(step, make_state(step))
+    (directory / "11.orbax-checkpoint-tmp").mkdir()  # of a run that goes on
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def like(**sizes):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+            make_state(0, **sizes).parameters,
+        )
+
+    assert_equal(restore_parameters(directory, like()), make_state(10).parameters)
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "10",
+        "11.orbax-checkpoint-tmp",
+        "9",
+    ]
+    with pytest.raises(InputError, match=r"kernel: float32\[4, 300\] in the checkpoint"):
+        restore_parameters(directory, like(width=6))
+    with pytest.raises(InputError, match="nothing has no complete checkpoint yet"):
+        restore_parameters(tmp_path / "nothing", like())
+    (directory / "10" / "default" / "_METADATA").write_text("{")
+    with pytest.raises(CheckpointError, match="checkpoints/10 cannot be read"):
+        restore_parameters(directory, like())

@@ -36,6 +36,7 @@ def test_settings_survive_json():
         ({"seed": 2**32}, "seed=4294967296 must be between 0 and 4294967295"),
         ({"name": "a/b"}, "name='a/b' must be the name of a directory"),
         ({"name": ""}, "name='' must be the name"),
+        *(({"name": name}, f"name='{name}' must be the name") for name in (".", "..")),
         ({"row_tokens": 100_000}, "row_tokens=100000 is longer than model.context_tokens"),
         ({"steps": 50}, "optimizer.warmup_steps=100 must be below steps=50"),
         (

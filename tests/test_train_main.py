@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -162,8 +163,10 @@ def test_a_run_reports_and_ends_with_a_sample(runs):
         assert ("val_loss" in line) == (line["step"] % 4 == 0)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
     assert "step 12/12  loss" in whole.stdout
-    sample = whole.stdout[whole.stdout.index("She had ") :]
+    sample, result = re.split("─+\n", whole.stdout)[1:]
+    assert sample.startswith("She had ")
     assert len(sample.encode()) >= len(b"She had ") + 12
+    assert f"Validation loss {lines[-1]['val_loss']:.3f} nats per byte, on all of held" in result
 
 
 def test_a_run_killed_during_a_save_goes_on_from_the_last_complete_one(runs):
@@ -200,6 +203,9 @@ def test_a_finished_run_says_so(runs, capsys):
     assert main(arguments) == 0
     shown = capsys.readouterr()
     assert "is finished: all 12 steps are done. To start another run" in shown.out
+    directory = runs["root"] / "broken" / "run"
+    assert f"on all of held.txt; the curve is in {directory / 'loss.png'}." in shown.out
+    assert f"python -m train.sample {directory} --prompt" in shown.out
     assert shown.err == ""
 
 
@@ -283,6 +289,22 @@ def test_a_wrong_command_line_is_a_message(arguments, parts, capsys):
     shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
     for part in parts:
         assert part in shown
+
+
+def test_a_reader_that_leaves_is_no_error_of_the_disk():
+    """`python -m train --help | head -3`: the pipe is closed while there is more to print."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    ended = subprocess.run(
+        [sys.executable, "-m", "train", "--help"],
+        cwd=REPOSITORY,
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write_end)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_help_explains_every_setting(capsys):

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ import tyro
 from train.checkpoint import CheckpointError
 from train.config import RECIPES, InputError, TrainConfig
 from train.loop import Interrupted, train
+from train.mesh import quiet_libtpu
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
@@ -35,10 +37,16 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns:
       The exit code: 0 when the run is finished, 1 after an error, 2 for a wrong command line, 130
-      and 143 after SIGINT and SIGTERM.
+      and 143 after SIGINT and SIGTERM, 141 when nobody reads the output any more.
     """
     try:
-        train(parse(arguments), rich.console.Console(soft_wrap=True, highlight=False))
+        try:
+            train(parse(arguments), rich.console.Console(soft_wrap=True, highlight=False))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # as of `| head`: an OSError that has nothing to do with files
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (InputError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -64,17 +72,7 @@ def _report_unraisable(unraisable) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def _quiet_libtpu() -> None:
-    """Keeps libtpu, where it is installed and there is no TPU, from printing what it misses.
-
-    Importing jax has found no TPU where it has told libtpu not to ask for the metadata of one.
-    """
-    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-
-
 if __name__ == "__main__":
-    _quiet_libtpu()
+    quiet_libtpu()
     sys.unraisablehook = _report_unraisable
     sys.exit(main(sys.argv[1:]))

@@ -32,8 +32,7 @@ class Checkpoints:
           keep: How many of the latest to keep.
           asynchronous: Whether `save` returns before everything is written.
         """
-        for name in ("absl", "asyncio"):  # errors are raised as well
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        _quiet_orbax()
         self._directory = directory.absolute()
         self._manager = ocp.CheckpointManager(
             self._directory,
@@ -88,23 +87,10 @@ class Checkpoints:
         """
         path = self._directory / str(step)
         try:
-            saved = _arrays_by_name(self._manager.item_metadata(step).tree)
+            saved = self._manager.item_metadata(step).tree
         except Exception as error:
             raise _unreadable(path, error) from error
-        expected = _arrays_by_name(like)
-        differences = [
-            f"{name}: {_describe(saved.get(name))} in the checkpoint, "
-            f"{_describe(expected.get(name))} in this run"
-            for name in expected | saved
-            if _describe(saved.get(name)) != _describe(expected.get(name))
-        ]
-        if differences:
-            shown = "\n  ".join(differences[:8])
-            raise InputError(
-                f"the checkpoint {path} is of another model or optimizer; "
-                f"arrays that differ: {len(differences)}\n  {shown}\n"
-                "Use the settings it was made with, or start another run with --name."
-            )
+        _check_arrays(path, saved, like)
         try:
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))
         except Exception as error:
@@ -140,6 +126,63 @@ class Checkpoints:
                 f"Nothing that was there is lost ({kept}). Make room, or mend the cause, and run "
                 "the same command again to continue from there."
             ) from error
+
+
+def restore_parameters(directory: Path, like: Any) -> Any:
+    """Reads the model's parameters alone, from the last complete checkpoint; writes nothing.
+
+    Args:
+      directory: Of the checkpoints, which a run may be writing to.
+      like: The parameters' shapes, dtypes and shardings.
+
+    Raises:
+      InputError: There is no checkpoint, or it has other arrays; names the first few.
+      CheckpointError: It cannot be read.
+    """
+    _quiet_orbax()
+    names = [path.name for path in directory.iterdir()] if directory.exists() else []
+    steps = [int(name) for name in names if name.isdigit()]
+    if not steps:
+        raise InputError(f"{directory} has no complete checkpoint yet; let the run write one.")
+    path = directory.absolute() / str(max(steps))
+    like = {"parameters": like}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        try:
+            saved = checkpointer.metadata(path / "default").item_metadata.tree
+        except Exception as error:
+            raise _unreadable(path, error) from error
+        _check_arrays(path, {"parameters": saved["parameters"]}, like)
+        arguments = ocp.args.PyTreeRestore(
+            like,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(like),
+            partial_restore=True,
+        )
+        try:
+            return checkpointer.restore(path / "default", args=arguments)["parameters"]
+        except Exception as error:
+            raise _unreadable(path, error) from error
+
+
+def _quiet_orbax() -> None:
+    for name in ("absl", "asyncio"):  # errors are raised as well
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _check_arrays(path: Path, saved: Any, like: Any) -> None:
+    saved, expected = _arrays_by_name(saved), _arrays_by_name(like)
+    differences = [
+        f"{name}: {_describe(saved.get(name))} in the checkpoint, "
+        f"{_describe(expected.get(name))} in this run"
+        for name in expected | saved
+        if _describe(saved.get(name)) != _describe(expected.get(name))
+    ]
+    if differences:
+        shown = "\n  ".join(differences[:8])
+        raise InputError(
+            f"the checkpoint {path} is of another model or optimizer; "
+            f"arrays that differ: {len(differences)}\n  {shown}\n"
+            "Use the settings it was made with, or start another run with --name."
+        )
 
 
 def _arrays_by_name(tree: Any) -> dict[str, Any]:

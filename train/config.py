@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+from flax_pallas_attn.rotary import Llama3Scaling, Rotary, YarnScaling
 from models.config import PRESETS, GPTConfig, PresetName
 from models.sampling import Sampling
 
@@ -116,7 +117,7 @@ class SampleConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Train a GPT on text.
+    """Train a GPT on text, whose bytes are the tokens, whatever the preset.
 
     Everything is set by the preset, and each setting can be changed by its flag. A run lives in
     runs/NAME: settings, metrics, loss curve, checkpoints. The same command again continues it from
@@ -150,8 +151,11 @@ class TrainConfig:
         _check_positive(self, "steps", "batch_size", "row_tokens", "log_every_steps")
         if not 0 <= self.seed < 2**32:
             raise InputError(f"seed={self.seed} must be between 0 and {2**32 - 1}.")
-        if not self.name or Path(self.name).name != self.name:
-            raise InputError(f"name={self.name!r} must be the name of a directory, without '/'.")
+        if self.name in ("", ".", "..") or Path(self.name).name != self.name:
+            raise InputError(
+                f"name={self.name!r} must be the name of a directory, without '/', and neither "
+                "'.' nor '..'."
+            )
         if self.row_tokens > self.model.context_tokens:
             raise InputError(
                 f"row_tokens={self.row_tokens} is longer than "
@@ -182,6 +186,21 @@ class TrainConfig:
     def to_json(self) -> dict:
         """The settings as JSON values, nested as the dataclasses are."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+
+
+def model_from_json(settings: dict) -> GPTConfig:
+    """The model of a run, from the "model" of what `TrainConfig.to_json` made."""
+    rotary = settings["rotary"]
+    if rotary is not None:
+        scaling = rotary["scaling"]
+        if scaling is not None:
+            kinds = {
+                frozenset(field.name for field in dataclasses.fields(kind)): kind
+                for kind in (Llama3Scaling, YarnScaling)
+            }
+            scaling = kinds[frozenset(scaling)](**scaling)
+        rotary = Rotary(**{**rotary, "scaling": scaling})
+    return GPTConfig(**{**settings, "rotary": rotary})
 
 
 def _check_positive(config, *names: str) -> None:

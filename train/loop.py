@@ -1,6 +1,5 @@
 """A run from its first step, or its last checkpoint, to its sample."""
 
-import codecs
 import json
 import os
 import signal
@@ -14,13 +13,13 @@ import rich.console
 from flax import nnx
 from jax.sharding import Mesh
 
-from models.generate import stream
 from models.gpt import GPT
 from train.checkpoint import Checkpoints
 from train.config import InputError, TrainConfig
 from train.data import Batch, check_length, read_text, training_batch, validation_batches
 from train.mesh import by_row, data_mesh, replicated
-from train.metrics import MetricsFile, Progress, plot_loss
+from train.metrics import MetricsFile, Progress, plot_loss, read_metrics
+from train.sample import print_continuation
 from train.step import (
     EvaluationStep,
     create_state,
@@ -71,6 +70,7 @@ def train(config: TrainConfig, console: rich.console.Console) -> None:
             f"{directory} is finished: all {config.steps} steps are done. To start another run, "
             f"name it with --name, or delete {directory}."
         )
+        print_result(config, console)
         return
 
     optimizer = make_optimizer(config.optimizer, config.steps)
@@ -129,7 +129,12 @@ def train(config: TrainConfig, console: rich.console.Console) -> None:
             if is_last or signals.received or step % config.checkpoint.every_steps == 0:
                 checkpoints.save(step, state)
             if evaluates:
-                plot_loss(metrics.read(), directory / "loss.png", title=config.name)
+                plot_loss(
+                    metrics.read(),
+                    directory / "loss.png",
+                    title=config.name,
+                    last_step=config.steps,
+                )
             if is_logged:
                 clock.restart()
             if signals.received:
@@ -138,7 +143,17 @@ def train(config: TrainConfig, console: rich.console.Console) -> None:
         console.print(f"Stopped after step {step}; the same command continues from there.")
         raise Interrupted(signals.received)
     parameters = jax.device_put(state.parameters, jax.local_devices()[0])
-    print_sample(config, nnx.merge(graphdef, parameters), console)
+    console.rule("sample")
+    print_continuation(
+        nnx.merge(graphdef, parameters),
+        config.sample.prompt,
+        console,
+        max_new_tokens=config.sample.new_tokens,
+        sampling=config.sample.sampling(),
+        seed=config.seed,
+    )
+    console.rule()
+    print_result(config, console)
 
 
 def open_run(config: TrainConfig) -> None:
@@ -189,22 +204,19 @@ def validation_loss(
     return float(total / count)
 
 
-def print_sample(config: TrainConfig, model: GPT, console: rich.console.Console) -> None:
-    """Continues the sample's prompt, decoding through the paged cache, and shows it as it comes."""
-    console.rule("sample")
-    console.print(config.sample.prompt, end="", markup=False, highlight=False)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for tokens in stream(
-        model,
-        [config.sample.prompt.encode()],
-        max_new_tokens=config.sample.new_tokens,
-        sampling=config.sample.sampling(),
-        seed=config.seed,
-    ):
-        # An id that is no byte is shown as what is no text: 255 never occurs in UTF-8.
-        new_bytes = bytes(min(token, 255) for token in tokens if token is not None)
-        console.out(decoder.decode(new_bytes), end="", highlight=False)
-    console.print()
+def print_result(config: TrainConfig, console: rich.console.Console) -> None:
+    """What a finished run has come to, and how to use its model."""
+    directory = config.run_directory
+    records = read_metrics(directory / "metrics.jsonl")
+    if records and "val_loss" in records[-1]:
+        console.print(
+            f"Validation loss {records[-1]['val_loss']:.3f} nats per byte, on all of "
+            f"{config.data.validation_file}; the curve is in {directory / 'loss.png'}."
+        )
+    console.print(
+        f"To continue a text of yours: python -m train.sample {directory} --prompt 'She had '",
+        markup=False,
+    )
 
 
 class TokenClock:

@@ -1,5 +1,7 @@
 """The devices of a run: one mesh axis, `data`, over all local ones."""
 
+import os
+
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -33,3 +35,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def by_row(mesh: Mesh) -> NamedSharding:
     """Rows split among the devices."""
     return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def quiet_libtpu() -> None:
+    """Keeps libtpu, where it is installed and there is no TPU, from printing what it misses.
+
+    Importing jax has found no TPU where it has told libtpu not to ask for the metadata of one.
+    """
+    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")

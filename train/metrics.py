@@ -64,6 +64,7 @@ class Progress:
         self._steps = steps
         self._start_time = math.nan
         self._validation_loss: float | None = None
+        self._bar_is_shown = console.is_terminal
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
             rich.progress.BarColumn(bar_width=None),
@@ -71,7 +72,7 @@ class Progress:
             rich.progress.TextColumn("{task.fields[speed]}"),
             rich.progress.TextColumn("{task.fields[left]}"),
             console=console,
-            disable=not console.is_terminal,
+            disable=not self._bar_is_shown,
             expand=True,
         )
         self._task = self._bar.add_task(
@@ -93,24 +94,27 @@ class Progress:
         """Shows a record of the metrics file."""
         step = record["step"]
         self._validation_loss = record.get("val_loss", self._validation_loss)
+        # The bar is one line and keeps the last; a line of its own says what is new.
+        validation = self._validation_loss if self._bar_is_shown else record.get("val_loss")
         losses = f"loss {record['loss']:.3f}"
-        if self._validation_loss is not None:
-            losses += f"  validation {self._validation_loss:.3f}"
+        if validation is not None:
+            losses += f"  validation {validation:.3f}"
         speed = f"{record['tokens_per_s']:,.0f} tokens/s"
         elapsed = time.monotonic() - self._start_time
         left = f"{_minutes(elapsed / (step - self._start_step) * (self._steps - step))} left"
         self._bar.update(self._task, completed=step, losses=losses, speed=speed, left=left)
-        if not self._console.is_terminal:
+        if not self._bar_is_shown:
             self._console.print(f"step {step}/{self._steps}  {losses}  {speed}  {left}")
 
 
-def plot_loss(records: list[dict], path: Path, title: str) -> None:
+def plot_loss(records: list[dict], path: Path, *, title: str, last_step: int) -> None:
     """Draws training and validation loss over steps as a PNG.
 
     Args:
       records: Of the metrics file, at least one.
       path: Of the picture.
       title: Above it.
+      last_step: Of the run: validated on the whole file, and so drawn as a point apart.
     """
     import matplotlib
 
@@ -124,8 +128,14 @@ def plot_loss(records: list[dict], path: Path, title: str) -> None:
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
     axes.plot(steps, _smooth(losses), color="tab:blue", linewidth=1.8, label="training, smoothed")
     if validation:
-        axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", label="validation")
+        sampled = [point for point in validation if point[0] < last_step]
+        if sampled:
+            axes.plot(*zip(*sampled, strict=True), "o-", color="tab:orange", label="validation")
         step, loss = validation[-1]
+        if step == last_step:
+            axes.plot(
+                step, loss, "*", color="tab:orange", markersize=13, label="validation, whole file"
+            )
         axes.annotate(
             f"{loss:.3f}",
             (step, loss),
