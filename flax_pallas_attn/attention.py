@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +123,10 @@ def dot_product_attention(
         dropout=dropout,
         layout=layout,
     )
+    return_residual = input_checks.check_flag(return_residual, "return_residual")
     attend = _choose(call, precision, tiles, implementation)
+    if call.query.shape[0] == 0:
+        attend = _nothing
     output, logsumexp = sharding_lib.place(attend, call, sharding)
     if layout == "BTNH":
         output, logsumexp = output.swapaxes(1, 2), logsumexp.swapaxes(1, 2)
@@ -135,8 +139,8 @@ def attention_fn(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    bias: jax.Array | Alibi | None = None,
+    mask: jax.Array | MaskRule | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -154,8 +158,8 @@ def attention_fn(
       query: `[batch..., T, N, H]`, any number of batch axes.
       key: `[batch..., S, K, H]`.
       value: `[batch..., S, K, Hv]`.
-      bias: Added to the scores, broadcasts to `[batch..., N, T, S]`.
-      mask: Nonzero where attention is allowed, broadcasts to `[batch..., N, T, S]`.
+      bias: Added to the scores, broadcasts to `[batch..., N, T, S]`; or `Alibi`.
+      mask: Nonzero where attention is allowed, broadcasts to `[batch..., N, T, S]`; or a rule.
       broadcast_dropout: Drop the same pairs in all batch rows and heads.
       dropout_rng: Random key; needed when something is dropped.
       dropout_rate: In `[0, 1)`.
@@ -178,18 +182,24 @@ def attention_fn(
             "never forms. To look at weights, call the module with "
             "attention_fn=flax.nnx.dot_product_attention (or flax.linen's)."
         )
-    dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    batch_shape = query.shape[:-3]
+    arrays = {
+        name: input_checks.as_array(x, name)
+        for name, x in (("query", query), ("key", key), ("value", value))
+    }
+    for name, x in arrays.items():
+        if x.ndim < 3:
+            raise ValueError(
+                f"{name} has shape {x.shape}; [batch..., positions, heads, head size] is expected."
+            )
+    dtype = jnp.result_type(*arrays.values()) if dtype is None else dtype
+    batch_shape = arrays["query"].shape[:-3]
     dropout = None
-    if not deterministic and dropout_rate > 0:
+    if not input_checks.check_flag(deterministic, "deterministic"):
         dropout = Dropout(rate=dropout_rate, key=dropout_rng, broadcast=broadcast_dropout)
     output = dot_product_attention(
-        one_batch_axis(query, batch_shape, 3),
-        one_batch_axis(key, batch_shape, 3),
-        one_batch_axis(value, batch_shape, 3),
-        None if bias is None else one_batch_axis(bias, batch_shape, 3),
-        None if mask is None else one_batch_axis(mask, batch_shape, 3),
+        *(one_batch_axis(x.astype(dtype), batch_shape, 3, name) for name, x in arrays.items()),
+        bias=_one_batch_axis_if_array(bias, batch_shape, "bias"),
+        mask=_one_batch_axis_if_array(mask, batch_shape, "mask"),
         is_causal=is_causal,
         dropout=dropout,
         precision=precision,
@@ -198,11 +208,21 @@ def attention_fn(
     return output.reshape(*batch_shape, *output.shape[-3:])
 
 
-def one_batch_axis(x: jax.Array, batch_shape: tuple[int, ...], rank: int) -> jax.Array:
+def _one_batch_axis_if_array(x, batch_shape: tuple[int, ...], name: str) -> Any:
+    """A rule, Alibi and None have no batch."""
+    if x is None or callable(x) or isinstance(x, Alibi):
+        return x
+    return one_batch_axis(input_checks.as_array(x, name), batch_shape, 3, name)
+
+
+def one_batch_axis(x: jax.Array, batch_shape: tuple[int, ...], rank: int, name: str) -> jax.Array:
     """Merges the axes before the last `rank`, which broadcast to `batch_shape`, into one.
 
     Axes that are missing or 1 in all of the batch stay 1, so that a mask shared by the batch is not
     copied for it.
+
+    Raises:
+      ValueError: They do not broadcast to `batch_shape`; names `x`.
     """
     leading = x.shape[: max(x.ndim - rank, 0)]
     tail = x.shape[len(leading) :]
@@ -210,7 +230,21 @@ def one_batch_axis(x: jax.Array, batch_shape: tuple[int, ...], rank: int) -> jax
         return x.reshape(1, *tail)
     if len(batch_shape) == 1:
         return x
-    return jnp.broadcast_to(x, batch_shape + tail).reshape(-1, *tail)
+    try:
+        x = jnp.broadcast_to(x, batch_shape + tail)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} has the batch axes {leading} (shape {x.shape}), which do not broadcast to "
+            f"those of query, {batch_shape}."
+        ) from error
+    return x.reshape(math.prod(batch_shape), *tail)
+
+
+def _nothing(query, key, value, mask, logits) -> tuple[jax.Array, jax.Array]:
+    """Output and logsumexp of no batch rows, of which no implementation can make tiles."""
+    rows = query.shape[:-1]
+    sums = jnp.promote_types(query.dtype, jnp.float32)
+    return jnp.zeros((*rows, value.shape[-1]), query.dtype), jnp.zeros(rows, sums)
 
 
 def _choose(call: input_checks.Call, precision, tiles: Tiles | None, implementation: str | None):

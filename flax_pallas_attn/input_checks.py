@@ -14,11 +14,17 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from flax_pallas_attn.logits import Alibi, Dropout, Logits
 from flax_pallas_attn.masking import Mask, Positions, SegmentIds
 
 LAYOUTS = ("BTNH", "BNTH")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+# Positions, and distances between them, are int32: the sum of an offset and a window is one too.
+MOST_OFFSET = 2**29
+NO_WINDOW = 2**30  # more than any two positions are apart
 
 # A warning points at the caller: the first line of code that is none of these.
 _NOT_THE_CALLER = tuple(
@@ -88,8 +94,11 @@ def check_attention(
             "query, key and value must share one dtype, got "
             f"{query.dtype}, {key.dtype}, {value.dtype}; cast them, e.g. key.astype(query.dtype)."
         )
-    if not jnp.issubdtype(query.dtype, jnp.floating):
-        raise ValueError(f"query, key and value must be floating point, got {query.dtype}.")
+    if query.dtype not in DTYPES:
+        raise ValueError(
+            f"query, key and value must be floating point, one of {', '.join(DTYPES)}; got "
+            f"{query.dtype}."
+        )
     if query.ndim == 3:
         query, key, value = query[None], key[None], value[None]
     if layout == "BTNH":
@@ -109,7 +118,7 @@ def check_attention(
     segment_ids = _check_segments(
         segment_ids, query_seq_lengths, key_value_seq_lengths, batch, queries, keys
     )
-    rule: Any = mask if callable(mask) else None
+    rule: Any = check_rule(mask) if callable(mask) else None
     dense = None if mask is None or rule is not None else _check_dense(mask, "mask", full)
 
     slopes = None
@@ -124,7 +133,7 @@ def check_attention(
                 "point. Pass a boolean array as mask."
             )
     seed, rate, broadcast = _check_dropout(dropout)
-    scale = head_dim**-0.5 if scale is None else _check_scale(scale)
+    scale = check_scale(scale, head_dim)
     if not isinstance(scale, float):
         query, scale = (query * scale).astype(query.dtype), 1.0
     return Call(
@@ -170,7 +179,8 @@ def _check_shapes(query, key, value) -> None:
             f"query has {heads} heads and key has {kv_heads}: the number of query heads must be a "
             "multiple of the number of key heads (is layout right?)."
         )
-    for name, size in (("T", query.shape[2]), ("S", keys), ("H", head_dim), ("Hv", value.shape[3])):
+    sizes = {"N": heads, "T": query.shape[2], "S": keys, "H": head_dim, "Hv": value.shape[3]}
+    for name, size in sizes.items():
         if size == 0:
             raise ValueError(f"{name} is 0 in shapes {query.shape}, {key.shape}, {value.shape}.")
 
@@ -183,16 +193,63 @@ def as_array(x, name: str) -> jax.Array:
     """
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name}={x!r:.100} is not an array: {error}") from error
 
 
 def as_integers(x, name: str) -> jax.Array:
-    """As `as_array`, of integers."""
-    x = as_array(x, name)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name} has dtype {x.dtype}; integers are expected.")
-    return x
+    """As `as_array`, of integers that int32 can hold."""
+    array = as_array(x, name)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {array.dtype}; integers are expected.")
+    int32 = np.iinfo(np.int32)
+    if not isinstance(x, Tracer) and jnp.iinfo(getattr(x, "dtype", int32.dtype)).max > int32.max:
+        for extreme in (np.min, np.max):
+            value = extreme(np.asarray(x), initial=0)  # of x: the array may be narrower
+            if not int32.min <= value <= int32.max:
+                raise ValueError(f"{name} holds {value}, which int32 cannot.")
+    return array
+
+
+def check_flag(flag, name: str) -> bool:
+    """True or False, known while tracing.
+
+    Raises:
+      ValueError: It is neither; names the argument.
+    """
+    if not isinstance(flag, (bool, np.bool_)):
+        raise ValueError(
+            f"{name}={flag!r} must be True or False and known while tracing; under jax.jit name it "
+            "in static_argnames."
+        )
+    return bool(flag)
+
+
+def check_rule(rule):
+    """A mask rule that gives what `dot_product_attention` asks of it.
+
+    Raises:
+      ValueError: It cannot be called with two arrays of positions, or gives no booleans.
+    """
+    expected = (
+        "a rule is elementwise, f(query_position, key_position) -> bool, on int32 arrays that "
+        "broadcast"
+    )
+    positions = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 1), (1, 3)))
+    try:
+        result = jax.eval_shape(rule, *positions)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"mask={rule!r} cannot be called: {error}; {expected}.") from error
+    if (
+        not isinstance(result, jax.ShapeDtypeStruct)
+        or result.dtype != bool
+        or result.shape not in ((), (1, 1), (2, 1), (1, 3), (2, 3))
+    ):
+        raise ValueError(
+            f"mask={rule!r} returns {result} for positions of shapes (2, 1) and (1, 3) (does it "
+            f"lack a return?); {expected}."
+        )
+    return rule
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
@@ -214,8 +271,11 @@ def check_soft_cap(soft_cap) -> float | None:
         raise ValueError(
             f"logits_soft_cap={soft_cap!r} must be a number that is known while tracing."
         ) from error
-    if not number > 0:
-        raise ValueError(f"logits_soft_cap={soft_cap!r} must be positive (None for none).")
+    float32 = np.finfo(np.float32)
+    if not float(float32.tiny) <= number <= float(float32.max):
+        raise ValueError(
+            f"logits_soft_cap={soft_cap!r} must be positive and finite in float32 (None for none)."
+        )
     return number
 
 
@@ -223,8 +283,9 @@ def check_band(is_causal, window) -> tuple[int | None, int | None]:
     """Causality and window as bounds on query position - key position, as `Mask` has them.
 
     Raises:
-      ValueError: The window is none.
+      ValueError: The window is none, or it is not known whether the mask is causal.
     """
+    is_causal = check_flag(is_causal, "is_causal")
     lower = 0 if is_causal else None
     if window is None:
         return lower, None
@@ -238,8 +299,10 @@ def check_band(is_causal, window) -> tuple[int | None, int | None]:
             f"local_window_size={window!r} must be an int or a pair (left, right) of ints >= 0: "
             "the number of keys on each side that a query may see beside its own."
         )
-    left, right = (int(side) for side in sides)
-    return (0 if is_causal else -right), left
+    left, right = (int(side) if side < NO_WINDOW else None for side in sides)
+    if right is not None and not is_causal:
+        lower = -right
+    return lower, left
 
 
 def _is_zero(offset) -> bool:
@@ -254,19 +317,32 @@ def _check_positions(offset, positions, batch, queries, keys) -> tuple[int, Posi
                 "Positions(query=[B, T], key=[B, S])."
             )
         return 0, _check_pair(positions, "positions", batch, queries, keys)
+    most = MOST_OFFSET - queries - keys
     if isinstance(offset, numbers.Integral):
+        _check_distance(int(offset), most)
         return int(offset), None
-    offset = as_array(offset, "query_offset")
-    if not jnp.issubdtype(offset.dtype, jnp.integer) or offset.shape not in ((), (batch,)):
+    offset = as_integers(offset, "query_offset")
+    if offset.shape not in ((), (batch,)):
         raise ValueError(
             f"query_offset must be an int or an integer array of shape () or ({batch},), got "
             f"{offset.dtype}{list(offset.shape)}."
         )
+    if not isinstance(offset, Tracer):
+        for value in np.ravel(offset).tolist():
+            _check_distance(value, most)
     start = jnp.broadcast_to(offset, (batch,)).astype(jnp.int32)[:, None]
     return 0, Positions(
         query=start + jnp.arange(queries, dtype=jnp.int32),
         key=jnp.broadcast_to(jnp.arange(keys, dtype=jnp.int32), (batch, keys)),
     )
+
+
+def _check_distance(offset: int, most: int) -> None:
+    if abs(offset) > most:
+        raise ValueError(
+            f"query_offset={offset} is too far for positions in int32: at most {most} either way. "
+            "What is so far apart sees all or nothing; count positions from nearer."
+        )
 
 
 def _check_pair(pair, name, batch, queries, keys):
@@ -306,8 +382,8 @@ def _check_segments(segment_ids, query_lengths, key_lengths, batch, queries, key
 def _cut(ids, lengths, name):
     if lengths is None:
         return ids
-    lengths = as_array(lengths, name)
-    if not jnp.issubdtype(lengths.dtype, jnp.integer) or lengths.shape != ids.shape[:1]:
+    lengths = as_integers(lengths, name)
+    if lengths.shape != ids.shape[:1]:
         raise ValueError(
             f"{name} must be integers of shape ({ids.shape[0]},), one per batch row, got "
             f"{lengths.dtype}{list(lengths.shape)}."
@@ -349,7 +425,9 @@ def _check_dropout(dropout) -> tuple[jax.Array | None, float, bool]:
             f"dropout is a {type(dropout).__name__}; pass Dropout(rate=, key=, broadcast=)."
         )
     if not isinstance(dropout.rate, numbers.Real) or not 0 <= dropout.rate < 1:
-        raise ValueError(f"dropout.rate={dropout.rate!r} must lie in [0, 1).")
+        raise ValueError(
+            f"dropout.rate={dropout.rate!r} must lie in [0, 1) and be known while tracing."
+        )
     if dropout.rate == 0:
         return None, 0.0, False
     if dropout.key is None:
@@ -363,11 +441,18 @@ def _check_dropout(dropout) -> tuple[jax.Array | None, float, bool]:
         raise ValueError(
             f"dropout.key={dropout.key!r} is not one random key; pass jax.random.key(seed)."
         ) from error
-    return seed, float(dropout.rate), dropout.broadcast
+    return seed, float(dropout.rate), check_flag(dropout.broadcast, "dropout.broadcast")
 
 
-def _check_scale(scale) -> float | jax.Array:
-    if isinstance(scale, (numbers.Real, np.generic)):
+def check_scale(scale, head_dim: int) -> float | jax.Array:
+    """The factor on the scores; an array only where the caller passed one.
+
+    Raises:
+      ValueError: It is no number.
+    """
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, numbers.Real):
         return float(scale)
     scale = as_array(scale, "scale")
     if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):

@@ -166,13 +166,19 @@ def attend(
     """
     query, key, value = promote_dtype((query, key, value), dtype=options.dtype)
     batch_shape = query.shape[:-3]
+
+    def flat(x, rank, name):
+        return one_batch_axis(x, batch_shape, rank, name)
+
     output = dot_product_attention(
-        *(one_batch_axis(x, batch_shape, 3) for x in (query, key, value)),
-        mask=None if mask is None else one_batch_axis(as_array(mask, "mask"), batch_shape, 3),
+        flat(query, 3, "query"),
+        flat(key, 3, "key"),
+        flat(value, 3, "value"),
+        mask=None if mask is None else flat(as_array(mask, "mask"), 3, "mask"),
         is_causal=is_causal,
         local_window_size=options.local_window_size,
-        segment_ids=jax.tree.map(lambda x: one_batch_axis(x, batch_shape, 1), segment_ids),
-        positions=jax.tree.map(lambda x: one_batch_axis(x, batch_shape, 1), positions),
+        segment_ids=jax.tree.map(lambda x: flat(x, 1, "segment_ids"), segment_ids),
+        positions=jax.tree.map(lambda x: flat(x, 1, "positions"), positions),
         logits_soft_cap=options.logits_soft_cap,
         dropout=dropout,
         precision=options.precision,

@@ -48,6 +48,11 @@ class AttentionSharding:
                     f"AttentionSharding.{name}={axes!r} must be the name of a mesh axis, a tuple "
                     "of names, or None."
                 )
+        if twice := set(_names(self.batch)) & set(_names(self.heads)):
+            raise ValueError(
+                f"AttentionSharding.batch={self.batch!r} and heads={self.heads!r} both name "
+                f"{sorted(twice)}; a mesh axis splits one of them."
+            )
         if self.sequence is not None:
             raise NotImplementedError(
                 f"AttentionSharding.sequence={self.sequence!r}: splitting the sequence over "

@@ -830,3 +830,51 @@ def test_attention_fn_promotes_dtypes():
     output = attention_fn(query.astype(jnp.bfloat16), key, value)
     assert output.dtype == jnp.float32
     assert attention_fn(query, key, value, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_attention_fn_takes_rules_alibi_and_lists():
+    query, key, value = draw(3, 2, 5, 4, 8)
+    expected = dot_product_attention(
+        query, key, value, Alibi(jnp.ones(4)), lambda i, j: i >= j, implementation="reference"
+    )
+    arrays = (query.tolist(), key.tolist(), value.tolist())
+    output = attention_fn(*arrays, bias=Alibi(jnp.ones(4)), mask=lambda i, j: i >= j)  # pyright: ignore
+    assert_trees_close(output, expected, 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments", "message"),
+    [
+        ((5, 8), {}, r"query has shape \(5, 8\); \[batch\.\.\., positions"),
+        (
+            (2, 3, 5, 4, 8),
+            {"mask": np.ones((3, 2, 1, 5, 5))},
+            r"mask has the batch axes \(3, 2\) .*those of query, \(2, 3\)",
+        ),
+        ((5, 4, 8), {"deterministic": 3}, "deterministic=3 must be True or False"),
+        ((5, 4, 8), {"dropout_rate": 0.1, "dropout_rng": 3}, "dropout.key=3 is not one"),
+    ],
+)
+def test_attention_fn_says_what_is_wrong(shape, arguments, message):
+    x = np.ones(shape, np.float32)
+    with pytest.raises(ValueError, match=message):
+        attention_fn(x, x, x, **arguments)
+
+
+@pytest.mark.parametrize("implementation", [None, "pallas", "xla", "reference"])
+def test_an_empty_batch(implementation):
+    x = jnp.ones((0, 5, 4, 8))
+    bias = jnp.ones((5, 5))
+
+    def attend(x, bias):
+        output, logsumexp = dot_product_attention(
+            x, x, x, bias, is_causal=True, implementation=implementation, return_residual=True
+        )
+        assert output.shape == x.shape
+        assert logsumexp.shape == x.shape[:-1]
+        return output.sum() + logsumexp.sum()
+
+    dx, dbias = jax.grad(attend, (0, 1))(x, bias)
+    assert dx.shape == x.shape
+    np.testing.assert_array_equal(dbias, 0)
+    assert attention_fn(*[jnp.ones((2, 0, 5, 4, 8))] * 3).shape == (2, 0, 5, 4, 8)

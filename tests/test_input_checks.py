@@ -1,5 +1,7 @@
 """Wrong calls: each error names the argument, its value and what was expected."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,7 +67,7 @@ WRONG = {
     ),
     "integers": (
         {n: x.astype(np.int32) for n, x in arrays().items()},
-        r"query, key and value must be floating point, got int32",
+        r"query, key and value must be floating point, one of .*; got int32",
     ),
     "batch of key": (
         {"key": zeros(3, S, K, H)},
@@ -100,6 +102,11 @@ WRONG = {
         r"S is 0 in shapes \(2, 4, 5, 8\), \(2, 2, 0, 8\)",
     ),
     "no queries": ({"query": zeros(B, 0, N, H)}, r"T is 0 in shapes"),
+    "no heads": ({"query": zeros(B, T, 0, H)}, r"N is 0 in shapes"),
+    "eight bits": (
+        {n: x.astype(jnp.float8_e4m3fn) for n, x in arrays().items()},
+        r"floating point, one of bfloat16, .*; got float8_e4m3fn",
+    ),
     "no values": ({"value": zeros(B, S, K, 0)}, r"Hv is 0 in shapes"),
     "window of three": (
         {"local_window_size": (1, 2, 3)},
@@ -131,7 +138,7 @@ WRONG = {
     ),
     "offset is a float": (
         {"query_offset": 1.0},
-        r"query_offset must be an int or an integer array of shape \(\) or \(2,\), got float32\[\]",
+        r"query_offset has dtype float32; integers are expected",
     ),
     "offset of another batch": (
         {"query_offset": integers(3)},
@@ -147,7 +154,7 @@ WRONG = {
     ),
     "query lengths are floats": (
         {"query_seq_lengths": zeros(B)},
-        r"query_seq_lengths must be integers of shape \(2,\), one per batch row, got float32\[2\]",
+        r"query_seq_lengths has dtype float32; integers are expected",
     ),
     "key lengths of another batch": (
         {"key_value_seq_lengths": integers(1)},
@@ -187,7 +194,7 @@ WRONG = {
     ),
     "soft cap of zero": (
         {"logits_soft_cap": 0.0},
-        r"logits_soft_cap=0\.0 must be positive \(None for none\)",
+        r"logits_soft_cap=0\.0 must be positive and finite in float32",
     ),
     "dropout is a number": (
         {"dropout": 0.1},
@@ -195,7 +202,7 @@ WRONG = {
     ),
     "dropout of everything": (
         {"dropout": Dropout(rate=1.0, key=jax.random.key(0))},
-        r"dropout\.rate=1\.0 must lie in \[0, 1\)",
+        r"dropout\.rate=1\.0 must lie in \[0, 1\) and be known",
     ),
     "dropout without a key": (
         {"dropout": Dropout(rate=0.5, key=None)},  # pyright: ignore
@@ -237,6 +244,9 @@ def test_public_function_checks_before_it_traces():
         ((3, 1), False, (-1, 3)),
         ((3, 1), True, (0, 3)),
         (np.int64(3), False, (-3, 3)),
+        (sys.maxsize, False, (None, None)),
+        ((2**31, 0), False, (0, None)),
+        ((2**40, 1), True, (0, None)),
     ],
 )
 def test_window_and_causality_are_one_band(window, is_causal, band):
@@ -287,11 +297,66 @@ def test_wrong_types_of_what_the_checks_do_not_see(changes, message):
         ({"dropout": Dropout(rate=0.1, key=3)}, "dropout.key=3 is not one random key"),  # pyright: ignore
         ({"dropout": Dropout(rate="0.1", key=None)}, "dropout.rate='0.1' must lie in"),  # pyright: ignore
         ({"logits_soft_cap": "high"}, "logits_soft_cap='high' must be a number"),
+        ({"logits_soft_cap": np.inf}, "logits_soft_cap=inf must be positive and finite"),
+        ({"logits_soft_cap": 1e39}, r"logits_soft_cap=1e\+39 must be positive and finite"),
+        ({"is_causal": "no"}, "is_causal='no' must be True or False"),
+        ({"scale": 1j}, r"scale must be a number, got an array complex64\[\]"),
+        ({"local_window_size": (1,)}, r"local_window_size=\(1,\) must be an int or a pair"),
+        (
+            {"dropout": Dropout(rate=0.1, key=jax.random.split(jax.random.key(0)))},
+            "is not one random key",
+        ),
+        ({"query_offset": 2**29}, "query_offset=536870912 is too far for positions in int32"),
+        ({"query_offset": 2**40}, "query_offset=1099511627776 is too far"),
+        ({"query_offset": np.array([0, -(2**30)])}, "query_offset=-1073741824 is too far"),
+        ({"query_seq_lengths": np.full(B, 2**32)}, "query_seq_lengths holds 4294967296, which"),
+        (
+            {"segment_ids": SegmentIds(integers(B, T), np.full(S, 2**31, np.uint32))},  # pyright: ignore
+            "segment_ids.key holds 2147483648, which int32 cannot",
+        ),
+        (
+            {"positions": Positions([2**31] * T, integers(B, S))},  # pyright: ignore
+            r"positions.query=\[2147483648, .* is not an array",
+        ),
     ],
 )
 def test_wrong_types(changes, words):
     with pytest.raises(ValueError, match=words):
         check(**changes)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (lambda i, j: None, r"returns None for positions .* \(does it lack a return\?\)"),
+        (lambda i: i > 3, "cannot be called: .*takes 1 positional argument"),
+        (lambda i, j: (i - j) * 0.5, r"returns ShapeDtypeStruct\(shape=\(2, 3\), dtype=float32"),
+        (lambda i, j: jnp.ones(7, bool), r"returns ShapeDtypeStruct\(shape=\(7,\)"),
+    ],
+)
+def test_a_wrong_rule(rule, message):
+    with pytest.raises(ValueError, match=message):
+        check(mask=rule)
+
+
+def test_a_rule_may_look_at_one_side():
+    for rule in (lambda i, j: j % 3 != 1, lambda i, j: True):
+        assert check(mask=rule).mask.rule is rule
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        ("is_causal", lambda x: x > 0),
+        ("logits_soft_cap", lambda x: x),
+        ("local_window_size", lambda x: x.astype(int)),
+        ("dropout", lambda x: Dropout(rate=x, key=None)),
+        ("mask", lambda x: lambda i, j: None),
+    ],
+)
+def test_what_must_be_static_says_so(name, wrap):
+    with pytest.raises(ValueError, match=f"^{name}"):
+        jax.jit(lambda x: check(**{name: wrap(x)}) and None)(0.5)
 
 
 def test_lists_are_arrays():

@@ -268,6 +268,8 @@ def test_sequence_is_not_split():
         AttentionSharding(sequence="context")
     with pytest.raises(ValueError, match=r"AttentionSharding\.batch=0 must be the name"):
         AttentionSharding(batch=0)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"both name \['data'\]"):
+        AttentionSharding(heads="data")
 
 
 @pytest.mark.parametrize(
