@@ -45,8 +45,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     """Multi-head attention; takes the place of `flax.nnx.MultiHeadAttention`.
 
     Constructor, call, parameter names and shapes are flax's, so code and checkpoints carry over by
-    changing the class. Two results differ: a query that may attend to nothing gives zero (flax: the
-    mean of all values), and `sow_weights=True` raises, since the weights are never formed.
+    changing the class. These results differ: a query that may attend to nothing gives zero (flax:
+    the mean of all values); scores and softmax are float32, so bfloat16 results differ by its
+    rounding; dropout draws other bits, by a hash of its own; and `sow_weights=True` raises, since
+    the weights are never formed.
 
     Decoding takes one token or a whole prompt at a time, and keeps keys and values in pages (a
     cache from flax's `init_cache` does not carry over). `paged` serves sequences of different
