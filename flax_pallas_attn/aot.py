@@ -501,6 +501,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     file=sys.stderr,
                 )
                 _print_cycles(estimate_cycles(fn, *options.arg, topology=topology))
+        except BrokenPipeError:
+            raise
         except Exception as error:  # whatever the compiler says is what was asked for
             failures += 1
             _print_error(error)
@@ -508,4 +510,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BrokenPipeError:  # nobody reads the output any more, as of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

@@ -48,7 +48,7 @@ def dot_product_attention(
 
     The arguments up to `local_window_size` are those of `jax.nn.dot_product_attention`. Differs
     from it in that value may have its own head size, a row that may attend to nothing is zero, and
-    the logsumexp is float32 and has gradients.
+    the logsumexp is float32 and has gradients. Scores and softmax are at least float32.
 
     Gradients are of first order and in reverse mode (`jax.grad`, `jax.vjp`). For `jax.jvp`,
     `jax.linearize` and second derivatives say `implementation="reference"`.
@@ -153,6 +153,8 @@ def attention_fn(
     """`dot_product_attention` under the contract of flax's modules, for their `attention_fn=`.
 
     Takes the place of `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`.
+    Differs from them in that a row that may attend to nothing is zero, scores and softmax are
+    float32, so that bfloat16 rounds differently, and dropout draws other bits, by its own hash.
 
     Args:
       query: `[batch..., T, N, H]`, any number of batch axes.

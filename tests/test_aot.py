@@ -1,6 +1,9 @@
 """What aot says of programs whose errors, memory and cycles are known beforehand."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -286,6 +289,19 @@ def test_command_line_leaves_out_notes_on_a_traceback_that_is_not_shown(capsys):
     assert "missing 1 required positional argument" in output
     assert "While compiling " in output
     assert "JAX" not in output
+
+
+def test_command_line_ends_when_nobody_reads_it():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    ended = subprocess.run(
+        [sys.executable, "-m", "flax_pallas_attn.aot", "jax.numpy:add", "--no-cycles"],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(write_end)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize(
