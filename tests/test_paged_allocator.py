@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,18 +44,31 @@ def test_grows_a_sequence_page_by_page():
         ([0, 3], "pages [3] are not allocated"),
         ([-1], "pages [-1] are not allocated"),
         ([1, 1], "pages=[1, 1] names a page twice"),
+        ([0.0], "pages=[0.0] must be a sequence of page ids: 'float' object"),
+        ([False], "pages=[False] must be a sequence of page ids: a bool"),
+        (0, "pages=0 must be a sequence of page ids"),
     ],
 )
-def test_frees_all_or_nothing(pages, message):
+def test_frees_and_grows_all_or_nothing(pages, message):
     allocator = PageAllocator(num_pages=4, page_size=16)
     allocator.allocate(2)
     with pytest.raises(ValueError, match=re.escape(message)):
         allocator.free(pages)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        allocator.grow(pages, num_tokens=40)
     assert allocator.num_free == 2
     allocator.free([0, 1])
     with pytest.raises(ValueError, match=re.escape("pages [0, 1] are not allocated: freed before")):
         allocator.free([1, 0])
     assert allocator.num_free == 4
+
+
+def test_pages_of_a_table_row_are_pages():
+    allocator = PageAllocator(num_pages=4, page_size=16)
+    pages = allocator.grow(np.array(allocator.allocate(1)), num_tokens=20)  # pyright: ignore
+    assert pages == [0, 1]
+    allocator.free(np.array(pages))  # pyright: ignore
+    assert all(type(page) is int for page in allocator.allocate(4))
 
 
 @pytest.mark.parametrize(

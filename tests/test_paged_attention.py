@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -230,7 +231,16 @@ def decode(lengths=(5, 12), heads=4, kv_heads=2, head_dim=16, dtype="float32", *
             "query has shape (2, 4); expected [tokens, N, H]",
         ),
         ({"head_dim": 8}, ValueError, "query has head size 8 and the cache's keys 16"),
-        ({"heads": 3}, ValueError, "query has 3 heads, which the cache's 2 key/value heads"),
+        ({"heads": 3}, ValueError, "query has 3 heads; a multiple of the cache's 2 key/value"),
+        ({"heads": 0}, ValueError, "query has 0 heads; a multiple of the cache's 2 key/value"),
+        (
+            {"page_table": [[0, 3], [1, 3]], "kv_lengths": [9, 9]},
+            ValueError,
+            "token 1, of sequence 1, in slot 0 of page 3",
+        ),
+        ({"logits_soft_cap": -5}, ValueError, "logits_soft_cap=-5 must be positive"),
+        ({"local_window_size": 1.5}, ValueError, "local_window_size=1.5 must be an int or a pair"),
+        ({"scale": 1j}, ValueError, "scale must be a number"),
         ({"dtype": "bfloat16"}, ValueError, "query has dtype bfloat16 and the cache float32"),
         ({"key": None}, ValueError, "key and value must be given together"),
         ({"key": jnp.ones((1, 2, 16))}, ValueError, "query has 2 tokens and key 1"),
@@ -331,6 +341,75 @@ def test_traced_nonsense_stays_in_bounds(implementation, interpret):
         output, cache = step(arguments)  # the interpreter raises on an access out of bounds
         assert output.shape == (2, 4, 16)
         assert np.isfinite(cache.pages).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "lost"),
+    [
+        ({"page_table": jnp.array([[0, 77], [1, -1]])}, [False, True]),
+        ({"page_table": jnp.array([[9, 77], [1, 2]])}, [True, False]),
+        ({"page_table": jnp.array([[0, 77], [-1, 2]]), "local_window_size": 3}, [False, False]),
+        ({"page_table": jnp.array([[0, 77], [-1, 2]]), "local_window_size": 4}, [False, True]),
+        ({"layer": jnp.int32(-1)}, [True, True]),
+        ({"layer": jnp.int32(1)}, [True, True]),
+    ],
+)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_pages_and_layers_that_do_not_exist_under_jit(implementation, changes, lost, interpret):
+    """NaN for the tokens that would read them, and nothing is written elsewhere."""
+    window = changes.get("local_window_size")
+    step = _step(implementation, window)
+    if implementation == "xla" and "page_table" in changes:  # what is NaN under jit raises outside
+        with pytest.raises(ValueError, match="is not a page") if any(lost) else nullcontext():
+            decode(implementation=implementation, **changes)
+    arguments = {**tables((5, 12)), "layer": jnp.int32(0), **changes}
+    arguments.pop("local_window_size", None)
+    output, cache = step(arguments)
+    np.testing.assert_array_equal(np.isnan(output).all((1, 2)), lost)
+    np.testing.assert_array_equal(np.isnan(output).any((1, 2)), lost)
+    if "layer" in changes:
+        assert not cache.pages.any()
+
+
+@functools.cache
+def _step(implementation, window):
+    return jax.jit(
+        lambda arguments: decode(
+            implementation=implementation, local_window_size=window, **arguments
+        )
+    )
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_query_that_holds_nan_is_nan(implementation):
+    call, expected = make_call(Case(name="", counts=(20,), lengths=(200,), table_pages=25))
+    output, _ = paged_attention(
+        call.query.at[7, :, 3].set(jnp.nan),
+        call.cache,
+        **call.arguments,
+        implementation=implementation,
+    )
+    assert np.isnan(output[7]).all()
+    np.testing.assert_allclose(np.delete(output, 7, 0), np.delete(expected, 7, 0), atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"page_table": [[0], [0]], "kv_lengths": [1, 1]},
+        {"page_table": [[0, 0]], "kv_lengths": [16], "query_starts": [0, 16]},
+    ],
+)
+def test_two_tokens_in_one_place(changes):
+    """Refused where they are written; read alone, a page may be shared."""
+    x = jnp.ones((16, 2, 16))
+    cache = PagedKVCache.create(
+        num_layers=1, num_pages=4, page_size=8, num_kv_heads=2, head_dim=16, dtype="float32"
+    )
+    arguments = {"query_starts": [0, 1, 2], **changes}
+    with pytest.raises(ValueError, match="puts two tokens of this call in one place: token"):
+        paged_attention(x, cache, key=x, value=x, **arguments)
+    paged_attention(x, cache, **arguments)
 
 
 def test_takes_the_kernel_where_it_is_compiled_for_tpu():

@@ -1,5 +1,6 @@
 """Which pages of a cache are free: bookkeeping on the host."""
 
+import operator
 from collections.abc import Sequence
 
 
@@ -73,9 +74,11 @@ class PageAllocator:
           All its pages: one row of the page table.
 
         Raises:
-          ValueError: `num_tokens` is negative.
+          ValueError: `num_tokens` is negative, or one of `pages` is not allocated (or given
+            twice).
           OutOfPagesError: Fewer are free than it lacks.
         """
+        pages = self._allocated_pages(pages)
         if num_tokens < 0:
             raise ValueError(f"num_tokens={num_tokens} must not be negative.")
         needed = -(-num_tokens // self.page_size)
@@ -87,12 +90,23 @@ class PageAllocator:
         Raises:
           ValueError: One of them is not allocated (or is given twice).
         """
-        wrong = sorted({page for page in pages if page not in self._allocated})
-        if wrong:
-            raise ValueError(
-                f"pages {wrong} are not allocated: freed before, or never. Nothing was freed."
-            )
-        if len(set(pages)) < len(pages):
-            raise ValueError(f"pages={list(pages)} names a page twice. Nothing was freed.")
+        pages = self._allocated_pages(pages)
         self._allocated.difference_update(pages)
         self._free.extend(reversed(pages))
+
+    def _allocated_pages(self, pages: Sequence[int]) -> list[int]:
+        """`pages` as ints, be they numpy's, each allocated and named once."""
+        try:
+            if any(isinstance(page, bool) for page in pages):
+                raise TypeError("a bool is no page id")
+            ids = [operator.index(page) for page in pages]
+        except TypeError as error:
+            raise ValueError(f"pages={pages!r} must be a sequence of page ids: {error}.") from error
+        wrong = sorted(set(ids) - self._allocated)
+        if wrong:
+            raise ValueError(
+                f"pages {wrong} are not allocated: freed before, or never. Nothing was changed."
+            )
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"pages={ids} names a page twice. Nothing was changed.")
+        return ids

@@ -9,7 +9,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from flax_pallas_attn.input_checks import as_array, check_band, check_soft_cap, warn
+from flax_pallas_attn.input_checks import (
+    as_array,
+    check_band,
+    check_scale,
+    check_soft_cap,
+    warn,
+)
 from flax_pallas_attn.kernels import paged as kernel
 from flax_pallas_attn.kernels.paged_tiles import reasons_against
 from flax_pallas_attn.kernels.tiles import tpu_kind
@@ -60,7 +66,7 @@ def paged_attention(
       value: `[tokens, K, Hv]`.
       layer: The layer of the cache to write and read.
       page_table: `[sequences, M]` int32: the pages of each sequence in order. Entries past its
-        length may hold anything.
+        length, or before what its window reaches, may hold anything.
       kv_lengths: `[sequences]` int32: the tokens of each sequence, those of this call included.
       query_starts: `[sequences + 1]` int32, rising.
       scale: Factor on the scores; None for `H ** -0.5`.
@@ -80,9 +86,10 @@ def paged_attention(
 
     Raises:
       ValueError: Shapes, dtypes or heads that do not fit; and outside `jit`, where values are
-        known, lengths beyond the page table, pages that do not exist, starts that do not rise.
-        Under `jit` nothing is read or written out of bounds: for lengths beyond the page table
-        see `PagedKVCache.overflows`.
+        known, lengths beyond the page table, pages that do not exist, starts that do not rise,
+        two tokens of the call in one place. Under `jit` nothing is read or written out of bounds:
+        tokens of a sequence beyond its page table (see `PagedKVCache.overflows`), or that needs a
+        page that does not exist, come out NaN.
       NotImplementedError: What is valid and not supported here, a derivative among it.
 
     >>> import jax.numpy as jnp
@@ -114,14 +121,16 @@ def paged_attention(
         )
     )
     _check_shapes(query, cache, key, value, page_table, kv_lengths, query_starts)
-    _check_values(query.shape[0], cache, layer, page_table, kv_lengths, query_starts)
+    _, left = check_band(True, local_window_size)
+    _check_values(query.shape[0], cache, layer, page_table, kv_lengths, query_starts, left)
+    if key is not None and _is_known(page_table, kv_lengths, query_starts):
+        _check_places(cache.page_size, *map(_integers, (page_table, kv_lengths, query_starts)))
     if tree_mask is not None:
         raise NotImplementedError("tree_mask is not supported yet; verify one branch per sequence.")
     if sharding is not None:
         raise NotImplementedError("sharding is not supported yet; call within jax.shard_map.")
     if bias is not None and not isinstance(bias, Alibi):
         raise NotImplementedError(f"bias={type(bias).__name__} is not supported; only Alibi is.")
-    _, left = check_band(True, local_window_size)
     mask = Mask(lower=0, upper=left)
     logits = Logits(
         soft_cap=check_soft_cap(logits_soft_cap),
@@ -135,14 +144,12 @@ def paged_attention(
     implementation = _choose(query, cache, page_table, logits, implementation)
     if key is not None and value is not None:
         cache = _write(cache, key, value, layer=layer, **tables)
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
     output = _attend(
         query,
         cache,
         mask=mask,
         logits=logits,
-        scale=scale,
+        scale=check_scale(scale, query.shape[-1]),
         layer=layer,
         **tables,
         implementation=implementation,
@@ -164,11 +171,24 @@ def _attend(query, cache, *, implementation, **arguments) -> jax.Array:
         "reference": gather.attend,
     }[implementation]
     output = attend(query, cache, **arguments)
-    kv_lengths = arguments["kv_lengths"]
-    sequence, position = token_places(query.shape[0], kv_lengths, arguments["query_starts"])
-    overflows = cache.overflows(arguments["page_table"], kv_lengths)
-    is_lost = overflows[sequence] & (position >= 0)
+    tables = [arguments[name] for name in ("page_table", "kv_lengths", "query_starts")]
+    page_table, kv_lengths, query_starts = tables
+    sequence, position = token_places(query.shape[0], kv_lengths, query_starts)
+    is_lost = cache.overflows(page_table, kv_lengths)
+    is_lost |= _absent_pages(cache, *tables, left=arguments["mask"].upper).any(axis=1)
+    is_lost |= (arguments["layer"] < 0) | (arguments["layer"] >= cache.num_layers)
+    is_lost = is_lost[sequence] & (position >= 0)
     return jnp.where(is_lost[:, None, None], jnp.nan, output)
+
+
+def _absent_pages(cache, page_table, kv_lengths, query_starts, left: int | None):
+    """Which entries of a page table are read in a call, and are no pages: `[sequences, M]`."""
+    start = np.arange(page_table.shape[1]) * cache.page_size
+    is_read = start < kv_lengths[:, None]
+    if left is not None:
+        first_query = kv_lengths - (query_starts[1:] - query_starts[:-1])
+        is_read &= start + cache.page_size > first_query[:, None] - left
+    return is_read & ((page_table < 0) | (page_table >= cache.num_pages))
 
 
 @jax.custom_jvp
@@ -248,10 +268,10 @@ def _check_shapes(query, cache, key, value, page_table, kv_lengths, query_starts
             f"query has head size {head_dim} and the cache's keys {cache.head_dim}; they must be "
             "equal."
         )
-    if heads % cache.num_kv_heads:
+    if heads < 1 or heads % cache.num_kv_heads:
         raise ValueError(
-            f"query has {heads} heads, which the cache's {cache.num_kv_heads} key/value heads do "
-            "not divide."
+            f"query has {heads} heads; a multiple of the cache's {cache.num_kv_heads} key/value "
+            "heads is expected."
         )
     if query.dtype != cache.dtype:
         raise ValueError(
@@ -287,11 +307,11 @@ def _check_shapes(query, cache, key, value, page_table, kv_lengths, query_starts
             raise ValueError(f"{name} has dtype {array.dtype}; integers are expected.")
 
 
-def _check_values(tokens, cache, layer, page_table, kv_lengths, query_starts) -> None:
+def _check_values(tokens, cache, layer, page_table, kv_lengths, query_starts, left) -> None:
     """Checks what is known: everything outside jit, nothing inside."""
     if _is_known(layer) and not 0 <= layer < cache.num_layers:
         raise ValueError(f"layer={layer} is not one of the cache's {cache.num_layers} layers.")
-    starts = np.asarray(query_starts) if _is_known(query_starts) else None
+    starts = _integers(query_starts) if _is_known(query_starts) else None
     if starts is not None and (
         starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > tokens
     ):
@@ -301,7 +321,7 @@ def _check_values(tokens, cache, layer, page_table, kv_lengths, query_starts) ->
         )
     if not _is_known(kv_lengths):
         return
-    lengths = np.asarray(kv_lengths)
+    lengths = _integers(kv_lengths)
     capacity = page_table.shape[1] * cache.page_size
     if lengths.max(initial=0) > capacity:
         sequence = int(lengths.argmax())
@@ -318,10 +338,9 @@ def _check_values(tokens, cache, layer, page_table, kv_lengths, query_starts) ->
                 f"kv_lengths[{sequence}]={lengths[sequence]} counts this call's tokens too, and is "
                 f"below their number, {starts[sequence + 1] - starts[sequence]} by query_starts."
             )
-    if _is_known(page_table):
-        table = np.asarray(page_table)
-        live = np.arange(table.shape[1]) * cache.page_size < lengths[:, None]
-        wrong = np.argwhere(live & ((table < 0) | (table >= cache.num_pages)))
+    if starts is not None and _is_known(page_table):
+        table = _integers(page_table)
+        wrong = np.argwhere(_absent_pages(cache, table, lengths, starts, left))
         if wrong.size:
             row, column = wrong[0].tolist()
             raise ValueError(
@@ -330,5 +349,27 @@ def _check_values(tokens, cache, layer, page_table, kv_lengths, query_starts) ->
             )
 
 
-def _is_known(x) -> bool:
-    return not isinstance(x, Tracer)
+def _check_places(page_size, page_table, kv_lengths, query_starts) -> None:
+    """Checks that no two tokens of a call are to be written to one place."""
+    counts = np.diff(query_starts)
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    token = np.arange(len(sequence))
+    position = token + (kv_lengths - query_starts[1:])[sequence]
+    page = page_table[sequence, position // page_size]
+    places, first = np.unique(page * page_size + position % page_size, return_index=True)
+    if len(places) < len(token):
+        again = np.setdiff1d(token, first)[0]
+        raise ValueError(
+            f"page_table puts two tokens of this call in one place: token {again}, of sequence "
+            f"{sequence[again]}, in slot {position[again] % page_size} of page {page[again]}, "
+            "which holds another token already. A page that is written belongs to one sequence, "
+            "once."
+        )
+
+
+def _integers(x) -> np.ndarray:
+    return np.asarray(x, np.int64)  # of which differences are signed
+
+
+def _is_known(*arrays) -> bool:
+    return not any(isinstance(x, Tracer) for x in arrays)

@@ -137,7 +137,8 @@ class PagedKVCache:
         """Writes this call's tokens of one layer to their pages.
 
         In place when the cache is donated to the jitted function around it. Tokens that belong to
-        no sequence, and tokens beyond a sequence's page table, write nothing.
+        no sequence, and tokens beyond a sequence's page table, or of a page or layer that does not
+        exist, write nothing.
 
         Args:
           key: `[tokens, K, H]` in the cache's dtype.
@@ -176,7 +177,7 @@ class PagedKVCache:
         index = position // self.page_size
         page = page_table[sequence, jnp.clip(index, 0, page_table.shape[1] - 1)]
         writes = (position >= 0) & (index < page_table.shape[1])
-        writes &= (page >= 0) & (page < self.num_pages)
+        writes &= (page >= 0) & (page < self.num_pages) & (layer >= 0) & (layer < self.num_layers)
         # Rows that write nothing get pages that do not exist, each its own: no index occurs twice.
         page = jnp.where(writes, page, self.num_pages + jnp.arange(tokens))
         lanes = self.pages.shape[-1]
