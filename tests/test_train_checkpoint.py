@@ -98,6 +98,12 @@ def test_what_an_interrupted_save_left_is_removed(tmp_path):
     reopened.close()
 
 
+def test_a_file_in_place_of_the_directory_is_named(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(CheckpointError, match="checkpoints is not a directory"):
+        Checkpoints(tmp_path / "checkpoints", keep=2, asynchronous=False)
+
+
 def test_a_damaged_checkpoint_is_named(checkpoints, tmp_path):
     for step in (1, 2):
         checkpoints.save(step, make_state(step))

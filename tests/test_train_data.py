@@ -1,10 +1,12 @@
 """Data: batches are a function of seed and step, and cover the text; bad text is named."""
 
+import hashlib
+
 import numpy as np
 import pytest
 
 from train.config import DataConfig, InputError
-from train.data import check_length, read_text, training_batch, validation_batches
+from train.data import check_length, describe_files, read_text, training_batch, validation_batches
 from train.loss import IGNORED
 
 TEXT = np.arange(250, dtype=np.uint8)
@@ -26,6 +28,15 @@ def test_text_is_all_files_but_the_validation_file(directory):
     training, validation = read_text(DataConfig(directory=directory, validation_file="v.txt"))
     assert training.tobytes() == b"first second "
     assert validation.tobytes() == b"validation"
+
+
+def test_each_file_is_described(directory):
+    described = describe_files(DataConfig(directory=directory, validation_file="v.txt"))
+    assert list(described) == ["a.txt", "b.txt", "v.txt"]
+    assert described["a.txt"] == {
+        "bytes": 6,
+        "sha256": hashlib.sha256(b"first ").hexdigest(),
+    }
 
 
 def test_batches_are_a_function_of_seed_and_step():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import rich.console
 
+from train.config import InputError
 from train.metrics import MetricsFile, Progress, plot_loss, read_metrics
 
 
@@ -27,6 +28,16 @@ def test_resuming_drops_what_will_be_written_again(tmp_path):
     assert file.read() == records(1, 2, 3)
     lines = path.read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "line", [b"junk", b"\xff\x00", b"[1]", b"3", b"", b'{"loss": 1}', b'{"step": 1}']
+)
+def test_a_line_that_is_no_record_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.5}\n' + line + b"\n")
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2 is not a record"):
+        MetricsFile(path, resume_step=1)
 
 
 def test_progress_is_plain_lines_without_a_terminal():

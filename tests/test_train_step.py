@@ -18,6 +18,7 @@ from train.loss import IGNORED
 from train.mesh import by_row, data_mesh, replicated
 from train.step import (
     TrainState,
+    all_finite,
     create_state,
     make_evaluation_step,
     make_optimizer,
@@ -61,6 +62,13 @@ def start():
     optimizer = make_optimizer(OPTIMIZER, STEPS)
     graphdef, state = create_state(GPT(CONFIG, rngs=nnx.Rngs(0)), optimizer)
     return graphdef, optimizer, state
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_value_that_is_not_finite_is_found(value):
+    tree = {"count": jnp.int32(3), "kernel": jnp.ones((3, 5))}
+    assert all_finite(tree)
+    assert not all_finite(tree | {"bias": jnp.ones(4).at[2].set(value)})
 
 
 def test_steps_are_adamw_with_clipping_warmup_and_cosine(start):

@@ -31,8 +31,13 @@ class Checkpoints:
           directory: Of the checkpoints alone.
           keep: How many of the latest to keep.
           asynchronous: Whether `save` returns before everything is written.
+
+        Raises:
+          CheckpointError: There is a file of that name.
         """
         _quiet_orbax()
+        if directory.exists() and not directory.is_dir():
+            raise CheckpointError(f"{directory} is not a directory; move it out of the way.")
         self._directory = directory.absolute()
         self._manager = ocp.CheckpointManager(
             self._directory,
@@ -86,15 +91,19 @@ class Checkpoints:
           CheckpointError: It cannot be read.
         """
         path = self._directory / str(step)
-        try:
-            saved = self._manager.item_metadata(step).tree
-        except Exception as error:
-            raise _unreadable(path, error) from error
-        _check_arrays(path, saved, like)
+        _check_arrays(path, self._arrays(step), like)
         try:
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))
         except Exception as error:
-            raise _unreadable(path, error) from error
+            raise _unreadable(path, _first_line(error)) from error
+
+    def check(self, step: int) -> None:
+        """Sees that a checkpoint is there, without reading its arrays.
+
+        Raises:
+          CheckpointError: It is not, or is incomplete.
+        """
+        self._arrays(step)
 
     def close(self) -> None:
         """Waits for what is being written, and lets go of the directory.
@@ -104,6 +113,16 @@ class Checkpoints:
         """
         self.wait()
         self._manager.close()
+
+    def _arrays(self, step: int) -> Any:
+        """The tree of a checkpoint, with shapes and dtypes in place of its arrays."""
+        path = self._directory / str(step)
+        if not (path / "default").is_dir():
+            raise _unreadable(path, "it is incomplete")
+        try:
+            return self._manager.item_metadata(step).tree
+        except Exception as error:
+            raise _unreadable(path, _first_line(error)) from error
 
     def _save(self, step: int, state: Any) -> None:
         size_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -122,7 +141,8 @@ class Checkpoints:
             step = self.latest_step()
             kept = "no complete checkpoint yet" if step is None else f"step {step} is complete"
             raise CheckpointError(
-                f"a checkpoint could not be written to {self._directory}: {_first_line(error)}\n"
+                f"a checkpoint could not be written to {self._directory}, or an old one deleted "
+                f"there: {_first_line(error)}\n"
                 f"Nothing that was there is lost ({kept}). Make room, or mend the cause, and run "
                 "the same command again to continue from there."
             ) from error
@@ -150,7 +170,7 @@ def restore_parameters(directory: Path, like: Any) -> Any:
         try:
             saved = checkpointer.metadata(path / "default").item_metadata.tree
         except Exception as error:
-            raise _unreadable(path, error) from error
+            raise _unreadable(path, _first_line(error)) from error
         _check_arrays(path, {"parameters": saved["parameters"]}, like)
         arguments = ocp.args.PyTreeRestore(
             like,
@@ -160,7 +180,7 @@ def restore_parameters(directory: Path, like: Any) -> Any:
         try:
             return checkpointer.restore(path / "default", args=arguments)["parameters"]
         except Exception as error:
-            raise _unreadable(path, error) from error
+            raise _unreadable(path, _first_line(error)) from error
 
 
 def _quiet_orbax() -> None:
@@ -194,9 +214,9 @@ def _describe(array: Any) -> str:
     return "absent" if array is None else f"{array.dtype}{list(array.shape)}"
 
 
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
+def _unreadable(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint {path} cannot be read: {_first_line(error)}\n"
+        f"the checkpoint {path} cannot be read: {reason}\n"
         "Delete it to continue from the one before."
     )
 

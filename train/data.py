@@ -4,6 +4,7 @@ So nothing about the data has to be saved: a run that resumes at step n asks for
 """
 
 import functools
+import hashlib
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +59,18 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
                 "another; put text there."
             )
     return texts
+
+
+def describe_files(config: DataConfig) -> dict[str, dict[str, int | str]]:
+    """Size in bytes and SHA-256 of each file that `read_text` reads, by name."""
+    described = {}
+    for file in sorted(config.directory.glob("*.txt")):
+        content = file.read_bytes()
+        described[file.name] = {
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+    return described
 
 
 def check_length(text: np.ndarray, row_tokens: int) -> None:

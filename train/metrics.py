@@ -10,6 +10,8 @@ from pathlib import Path
 import rich.console
 import rich.progress
 
+from train.config import InputError
+
 
 class MetricsFile:
     """A file with one JSON object a line; `step` rises from line to line."""
@@ -30,7 +32,7 @@ class MetricsFile:
     def append(self, record: dict) -> None:
         """Adds a line."""
         with self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def read(self) -> list[dict]:
         """All records so far."""
@@ -41,11 +43,29 @@ def read_metrics(path: Path) -> list[dict]:
     """The records of a metrics file; none if there is no file.
 
     A last line that was cut off, as by a kill in the middle of a write, is left out.
+
+    Raises:
+      InputError: Another line is no record; names it.
     """
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _parse(line: bytes, place: str) -> dict:
+    try:
+        record = json.loads(line)
+        float(record["loss"])
+        if not isinstance(record["step"], int):
+            raise TypeError("its step is no whole number")
+    except (ValueError, TypeError, LookupError) as error:
+        shown = line[:60].decode(errors="replace")
+        raise InputError(
+            f"{place} is not a record with a step and a loss: {shown!r}\n"
+            "Delete the line to go on without it."
+        ) from error
+    return record
 
 
 class Progress:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
@@ -112,6 +113,12 @@ def make_evaluation_step(
         return cross_entropy(logits, batch.targets)
 
     return jax.jit(evaluation_step)
+
+
+@jax.jit
+def all_finite(tree: Any) -> jax.Array:
+    """Whether no array of a tree holds a NaN or an infinity; bool `[]`."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
 def _is_decayed(parameters):
