@@ -10,10 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from train.__main__ import main, parse
-from train.config import RECIPES
+from train.config import RECIPES, InputError
+from train.loop import StopSignals, locked, open_run
 from train.metrics import MetricsFile
 
 REPOSITORY = Path(__file__).parent.parent
@@ -167,6 +169,7 @@ def test_a_run_reports_and_ends_with_a_sample(runs):
     assert sample.startswith("She had ")
     assert len(sample.encode()) >= len(b"She had ") + 12
     assert f"Validation loss {lines[-1]['val_loss']:.3f} nats per byte, on all of held" in result
+    assert (directory / "sample.txt").read_text() == sample
 
 
 def test_a_run_killed_during_a_save_goes_on_from_the_last_complete_one(runs):
@@ -246,9 +249,113 @@ def test_sigterm_writes_a_checkpoint(tmp_path, monkeypatch, capsys):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_a_second_signal_of_any_kind_is_obeyed():
+    obeyed = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: obeyed.append(number))
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGINT)
+            assert (signals.received, obeyed) == (signal.SIGINT, [])
+            signal.raise_signal(signal.SIGTERM)
+            assert obeyed == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "\nInterrupted; the same command continues"),
+        (MemoryError("Unable to allocate 9 TiB"), 1, "error: out of memory: Unable to allocate 9"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: x"), 1, "error: out of memory: RESOURCE"),
+    ],
+)
+def test_what_ends_a_run_anywhere_is_a_message(monkeypatch, capsys, error, code, message):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("train.__main__.train", fail)
+    assert main([]) == code
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path, capsys):
+    write_text(tmp_path / "text")
+    changes = [
+        "--optimizer.learning-rate=1e30",
+        "--log-every-steps=100",
+        "--evaluation.every-steps=100",
+    ]
+    assert main([*flags(tmp_path / "runs", tmp_path / "text"), *changes]) == 1
+    shown = re.match(
+        r"error: step (\d+): parameters that are not finite\..*that of step (\d+) is the last kept",
+        capsys.readouterr().err,
+    )
+    assert shown, "both steps are named"
+    stopped, last = map(int, shown.groups())
+    assert stopped == last + 1 > 1
+    assert str(last) in os.listdir(tmp_path / "runs" / "run" / "checkpoints")
+
+
+def test_one_process_at_a_time(tmp_path, capsys):
+    write_text(tmp_path / "text")
+    with locked(tmp_path / "runs" / "run"):
+        assert main(flags(tmp_path / "runs", tmp_path / "text")) == 1
+    assert "error: another process is training" in capsys.readouterr().err
+    with locked(tmp_path / "runs" / "run"):
+        pass
+
+
+def test_a_run_that_ended_before_its_sample_makes_it(runs, tmp_path, capsys):
+    shutil.copytree(runs["root"] / "whole", tmp_path / "runs")
+    directory = tmp_path / "runs" / "run"
+    for name in ("sample.txt", "loss.png"):
+        (directory / name).unlink()
+    assert main(flags(tmp_path / "runs", runs["root"] / "text")) == 0
+    assert "goes on after step 12." in capsys.readouterr().out
+    assert (directory / "sample.txt").read_text().startswith("She had ")
+    assert (directory / "loss.png").exists()
+
+
+def test_a_finished_run_without_its_checkpoint_says_so(runs, tmp_path, capsys):
+    shutil.copytree(runs["root"] / "whole", tmp_path / "runs")
+    checkpoint = tmp_path / "runs" / "run" / "checkpoints" / str(STEPS)
+    shutil.rmtree(checkpoint)
+    checkpoint.mkdir()
+    assert main(flags(tmp_path / "runs", runs["root"] / "text")) == 1
+    shown = capsys.readouterr().err
+    assert f"error: the checkpoint {checkpoint} cannot be read: it is incomplete" in shown
+
+
+def test_a_text_that_changed_is_named(tmp_path):
+    write_text(tmp_path / "text")
+    config = parse(flags(tmp_path / "runs", tmp_path / "text"))
+    config.run_directory.mkdir(parents=True)
+    open_run(config, is_begun=False)
+    open_run(config, is_begun=True)
+    (tmp_path / "text" / "new.txt").write_text("new")
+    with pytest.raises(InputError, match=r"text\.new\.txt\.bytes: absent then, 3 now"):
+        open_run(config, is_begun=True)
+    open_run(config, is_begun=False)
+    (tmp_path / "text" / "new.txt").write_text("old")
+    with pytest.raises(InputError, match=r"text\.new\.txt\.sha256: 11507a0e\w+ then"):
+        open_run(config, is_begun=True)
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"\xff"])
+def test_damaged_settings_are_named(tmp_path, content):
+    write_text(tmp_path / "text")
+    config = parse(flags(tmp_path / "runs", tmp_path / "text"))
+    config.run_directory.mkdir(parents=True)
+    (config.run_directory / "config.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"config\.json is damaged.*Delete it"):
+        open_run(config, is_begun=True)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ("--model.implementation=pallas", "model.implementation='pallas' runs on TPU, and the"),
         ("--batch-size=12", "batch_size=12 does not divide among the 8 devices"),
         ("--data.directory=nowhere", "data.directory='nowhere' is not a directory"),
         ("--data.validation-file=x.txt", "data.validation_file='x.txt' is not in"),

@@ -6,12 +6,17 @@ import signal
 import sys
 from collections.abc import Sequence
 
+if __name__ == "__main__":
+    # The imports below take seconds; ended in them by Ctrl-C, the program prints no traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import jax
 import rich.console
 import tyro
 
 from train.checkpoint import CheckpointError
 from train.config import RECIPES, InputError, TrainConfig
-from train.loop import Interrupted, train
+from train.loop import Diverged, Interrupted, train
 from train.mesh import quiet_libtpu
 
 
@@ -47,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # as of `| head`: an OSError that has nothing to do with files
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (InputError, CheckpointError) as error:
+    except (InputError, CheckpointError, Diverged) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:  # of the text, metrics.jsonl or loss.png
@@ -57,8 +62,23 @@ def main(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(
+            f"error: out of memory: {str(error).splitlines()[0]}\n"
+            "Lower --batch-size or --row-tokens, or choose a smaller model.",
+            file=sys.stderr,
+        )
+        return 1
     except Interrupted as interrupted:
         return 128 + interrupted.signal_number
+    except KeyboardInterrupt:  # before the first step, after the last, or for the second time
+        print(
+            "\nInterrupted; the same command continues from the last complete checkpoint, if any.",
+            file=sys.stderr,
+        )
+        return 128 + signal.SIGINT
     return 0
 
 
@@ -75,4 +95,5 @@ def _report_unraisable(unraisable) -> None:
 if __name__ == "__main__":
     quiet_libtpu()
     sys.unraisablehook = _report_unraisable
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

@@ -120,8 +120,8 @@ class TrainConfig:
     """Train a GPT on text, whose bytes are the tokens, whatever the preset.
 
     Everything is set by the preset, and each setting can be changed by its flag. A run lives in
-    runs/NAME: settings, metrics, loss curve, checkpoints. The same command again continues it from
-    its last checkpoint. Ctrl-C and SIGTERM write a checkpoint first (exit codes 130 and 143).
+    runs/NAME: settings, metrics, loss curve, sample, checkpoints. The same command continues it
+    from its last checkpoint. Ctrl-C and SIGTERM write a checkpoint first (exit codes 130 and 143).
     """
 
     preset: PresetName

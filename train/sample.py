@@ -80,18 +80,26 @@ def print_continuation(
     max_new_tokens: int,
     sampling: Sampling,
     seed: int,
-) -> None:
-    """Continues a prompt, decoding through the paged cache, and shows it as it comes."""
+) -> str:
+    """Continues a prompt, decoding through the paged cache, and shows it as it comes.
+
+    Returns:
+      The prompt and what follows it.
+    """
     tokens = stream(
         model, [prompt.encode()], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed
     )
     console.print(prompt, end="", markup=False, highlight=False)
+    text = prompt
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for step in tokens:
         # An id that is no byte is shown as what is no text: 255 never occurs in UTF-8.
         new_bytes = bytes(min(token, 255) for token in step if token is not None)
-        console.out(decoder.decode(new_bytes), end="", highlight=False)
+        new_text = decoder.decode(new_bytes)
+        console.out(new_text, end="", highlight=False)
+        text += new_text
     console.print()
+    return text
 
 
 def main(arguments: Sequence[str]) -> int:
