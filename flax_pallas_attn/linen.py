@@ -22,6 +22,7 @@ from flax_pallas_attn.module_core import (
     DecodeCache,
     attend,
     check_normalize_qk,
+    check_sizes,
     decode_step,
     pair_positions,
     pair_segments,
@@ -85,6 +86,9 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
 
     def __post_init__(self):
         check_normalize_qk(self.normalize_qk)
+        check_sizes(
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, page_size=self.page_size
+        )
         _options(self)
         super().__post_init__()
 

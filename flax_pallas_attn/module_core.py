@@ -6,6 +6,7 @@ Both project to heads, call `attend` or `decode_step` (or `paged_step`), and pro
 import dataclasses
 import functools
 import math
+import numbers
 from typing import Any, cast
 
 import jax
@@ -93,6 +94,13 @@ def refuse(arguments: dict[str, bool], reason: str) -> None:
     used = [name for name, is_used in arguments.items() if is_used]
     if used:
         raise NotImplementedError(f"{', '.join(used)} {reason}")
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Raises `ValueError` for what is no whole number above 0; None stands for a default."""
+    for name, size in sizes.items():
+        if size is not None and not (isinstance(size, numbers.Integral) and size >= 1):
+            raise ValueError(f"{name}={size!r} must be an int of at least 1.")
 
 
 def check_normalize_qk(normalize_qk) -> None:
@@ -237,6 +245,7 @@ class DecodeCache:
           head_dim: H.
           dtype: Of keys and values.
         """
+        check_sizes(page_size=page_size)
         if max_length < 1:
             raise ValueError(f"A cache needs room for at least 1 token, got length {max_length}.")
         pages_per_row = -(-max_length // page_size)

@@ -25,6 +25,7 @@ from flax_pallas_attn.module_core import (
     DecodeCache,
     attend,
     check_normalize_qk,
+    check_sizes,
     decode_step,
     paged_step,
     pair_positions,
@@ -155,6 +156,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         implementation: Implementation | None = None,
         sharding: AttentionSharding | None = None,
     ):
+        check_sizes(num_heads=num_heads, num_kv_heads=num_kv_heads)
         super().__init__(
             num_heads,
             in_features,
@@ -405,6 +407,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           dtype: Of keys and values; None for `dtype` of the module, or else its `param_dtype`.
           page_size: Tokens per page.
 
+        Raises:
+          ValueError: A shape without length and features, or a size below 1.
+
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> layer = MultiHeadAttention(num_heads=2, in_features=8, decode=True, rngs=nnx.Rngs(0))
@@ -415,6 +420,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         >>> int(layer.cache.index)
         6
         """
+        if len(input_shape) < 2:
+            raise ValueError(
+                f"input_shape={input_shape} must be that of the inputs, [batch..., length, "
+                "features]."
+            )
         *batch_shape, max_length, _ = input_shape
         dtype = self.dtype if dtype is None else dtype
         self.cache = nnx.Cache(

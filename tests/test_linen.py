@@ -333,6 +333,9 @@ def test_deprecated_inputs_kv_still_stands_for_keys_and_values():
     ("arguments", "words"),
     [
         ({"normalize_qk": "batch"}, "normalize_qk='batch'"),
+        ({"num_heads": 0}, "num_heads=0 must be an int of at least 1"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0 must be an int of at least 1"),
+        ({"page_size": 0}, "page_size=0 must be an int of at least 1"),
         ({"rotary": True}, r"rotary=True must be Rotary\(\)"),
         ({"local_window_size": (1, 2, 3)}, r"local_window_size=\(1, 2, 3\)"),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap=-1.0"),
