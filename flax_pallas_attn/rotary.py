@@ -109,8 +109,8 @@ class YarnScaling:
 
 
 def _check_scaling(scaling):
-    if scaling.factor < 1:
-        raise ValueError(f"factor={scaling.factor} must be at least 1.")
+    if not 1 <= scaling.factor < math.inf:
+        raise ValueError(f"factor={scaling.factor} must be at least 1 and finite.")
     if scaling.original_max_positions < 1:
         raise ValueError(
             f"original_max_positions={scaling.original_max_positions} must be at least 1 token."
@@ -146,8 +146,8 @@ class Rotary:
     scaling: Llama3Scaling | YarnScaling | None = None
 
     def __post_init__(self):
-        if self.base <= 1:
-            raise ValueError(f"base={self.base} must be above 1.")
+        if not 1 < self.base < math.inf:
+            raise ValueError(f"base={self.base} must be above 1 and finite.")
         if self.dims is not None and (self.dims < 2 or self.dims % 2):
             raise ValueError(f"dims={self.dims} must be even and at least 2.")
 

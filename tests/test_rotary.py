@@ -176,9 +176,11 @@ def test_gradient_turns_backwards():
     ("make", "words"),
     [
         (lambda: Rotary(base=1.0), "base=1.0"),
+        (lambda: Rotary(base=float("nan")), "base=nan"),
         (lambda: Rotary(dims=7), "dims=7"),
         (lambda: Rotary(dims=0), "dims=0"),
         (lambda: Llama3Scaling(factor=0.5), "factor=0.5"),
+        (lambda: Llama3Scaling(factor=float("inf")), "factor=inf"),
         (lambda: Llama3Scaling(original_max_positions=0), "original_max_positions=0"),
         (lambda: Llama3Scaling(low_frequency_factor=4.0), "low_frequency_factor=4.0"),
         (lambda: YarnScaling(factor=0.0, original_max_positions=8), "factor=0.0"),

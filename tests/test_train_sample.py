@@ -14,7 +14,7 @@ from models.gpt import GPT
 from models.sampling import GREEDY
 from train.checkpoint import Checkpoints
 from train.config import RECIPES, InputError, model_from_json
-from train.loop import open_run
+from train.loop import locked, open_run
 from train.sample import load_model, main
 from train.step import TrainState
 
@@ -28,7 +28,8 @@ MODEL = dataclasses.replace(
 def run(tmp_path_factory):
     """What a run leaves, with parameters that nobody has trained."""
     config = dataclasses.replace(TINY, model=MODEL, runs_directory=tmp_path_factory.mktemp("runs"))
-    open_run(config)
+    with locked(config.run_directory):
+        open_run(config, is_begun=False)
     model = GPT(MODEL, rngs=nnx.Rngs(3))
     parameters = nnx.to_pure_dict(nnx.state(model))
     directory = config.run_directory / "checkpoints"
