@@ -241,6 +241,8 @@ def decode(lengths=(5, 12), heads=4, kv_heads=2, head_dim=16, dtype="float32", *
         ({"logits_soft_cap": -5}, ValueError, "logits_soft_cap=-5 must be positive"),
         ({"local_window_size": 1.5}, ValueError, "local_window_size=1.5 must be an int or a pair"),
         ({"scale": 1j}, ValueError, "scale must be a number"),
+        ({"layer": 1.0}, ValueError, "layer has dtype float32; integers are expected"),
+        ({"layer": jnp.array([0])}, ValueError, "layer has shape (1,); one integer is expected"),
         ({"dtype": "bfloat16"}, ValueError, "query has dtype bfloat16 and the cache float32"),
         ({"key": None}, ValueError, "key and value must be given together"),
         ({"key": jnp.ones((1, 2, 16))}, ValueError, "query has 2 tokens and key 1"),

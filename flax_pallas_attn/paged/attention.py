@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 from flax_pallas_attn.input_checks import (
     as_array,
+    as_integers,
     check_band,
     check_scale,
     check_soft_cap,
@@ -121,6 +122,8 @@ def paged_attention(
         )
     )
     _check_shapes(query, cache, key, value, page_table, kv_lengths, query_starts)
+    if as_integers(layer, "layer").shape != ():
+        raise ValueError(f"layer has shape {jnp.shape(layer)}; one integer is expected.")
     _, left = check_band(True, local_window_size)
     _check_values(query.shape[0], cache, layer, page_table, kv_lengths, query_starts, left)
     if key is not None and _is_known(page_table, kv_lengths, query_starts):
