@@ -91,7 +91,8 @@ class GPT(nnx.Module):
                 "longer context."
             )
         if tokens.size and not isinstance(tokens, Tracer):
-            lowest, highest = np.min(tokens), np.max(tokens)
+            ids = np.asarray(tokens)  # of jax's own, a minimum inside jit is traced
+            lowest, highest = ids.min(), ids.max()
             if lowest < 0 or highest >= self.config.vocab_size:
                 raise ValueError(
                     f"tokens has ids from {lowest} to {highest}; the model knows 0 to "

@@ -359,6 +359,14 @@ def test_what_must_be_static_says_so(name, wrap):
         jax.jit(lambda x: check(**{name: wrap(x)}) and None)(0.5)
 
 
+def test_known_arrays_inside_jit_are_checked_too():
+    """What jax computes of them there is traced; what is checked must not be."""
+    ids = SegmentIds(jnp.ones((B, T), jnp.uint32), jnp.ones((B, S), jnp.uint32))
+    offset = jnp.array([3, 4])
+    query = jnp.ones((B, T, N, H))
+    jax.eval_shape(lambda x: check(query=x, segment_ids=ids, query_offset=offset).query, query)
+
+
 def test_lists_are_arrays():
     call = check(
         query_seq_lengths=[5, 5],

@@ -373,6 +373,15 @@ def test_pages_and_layers_that_do_not_exist_under_jit(implementation, changes, l
         assert not cache.pages.any()
 
 
+def test_known_arrays_inside_jit_are_checked_too():
+    """What jax computes of them there is traced; what is checked must not be."""
+    arguments, layers = tables((5, 12)), [jnp.int32(0), jnp.int32(1)]
+    query = jnp.ones((2, 4, 16))
+    jax.eval_shape(lambda x: decode(query=x, layer=layers[0], **arguments)[0], query)
+    with pytest.raises(ValueError, match="layer=1 is not one"):
+        jax.eval_shape(lambda x: decode(query=x, layer=layers[1], **arguments)[0], query)
+
+
 @functools.cache
 def _step(implementation, window):
     return jax.jit(

@@ -312,7 +312,7 @@ def _check_shapes(query, cache, key, value, page_table, kv_lengths, query_starts
 
 def _check_values(tokens, cache, layer, page_table, kv_lengths, query_starts, left) -> None:
     """Checks what is known: everything outside jit, nothing inside."""
-    if _is_known(layer) and not 0 <= layer < cache.num_layers:
+    if _is_known(layer) and not 0 <= int(layer) < cache.num_layers:
         raise ValueError(f"layer={layer} is not one of the cache's {cache.num_layers} layers.")
     starts = _integers(query_starts) if _is_known(query_starts) else None
     if starts is not None and (
