@@ -114,6 +114,52 @@ def test_key_gradients_summed_in_hbm(case, interpret, monkeypatch):
     conformance.check_case(functools.partial(flash.attend, tiles=TILES), case)
 
 
+BANDS = {
+    "nothing hidden": Mask(),
+    "causal": Mask(lower=0),
+    "causal, queries ahead": Mask(lower=0, query_offset=333),
+    "causal, queries behind": Mask(lower=0, query_offset=-150),
+    "window": Mask(lower=-90, upper=170, query_offset=100),
+    "wide window": Mask(lower=-300, upper=400),
+    "narrow window": Mask(lower=0, upper=60, query_offset=150),
+    "no keys far back": Mask(upper=200),
+    "the future alone": Mask(upper=-30),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=() if name in ("causal", "window", "no keys far back") else pytest.mark.slow
+        )
+        for name in BANDS
+    ],
+)
+def test_tiles_of_several_units(name, interpret, monkeypatch):
+    """Units that a band hides, cuts or leaves whole, in tiles of which the last run over."""
+    monkeypatch.setattr("flax_pallas_attn.kernels.flash_forward.UNIT", 128)
+    monkeypatch.setattr("flax_pallas_attn.kernels.flash_backward.UNIT", 128)
+    tiles = Tiles(
+        query=512,
+        key=256,
+        key_chunk=512,
+        backward_key=512,
+        backward_query=256,
+        backward_query_chunk=512,
+    )
+    case = Case(
+        name=name,
+        batch=1,
+        heads=1,
+        kv_heads=1,
+        queries=700,
+        keys=900,
+        mask=lambda case, random: BANDS[name],
+    )
+    conformance.check_case(functools.partial(flash.attend, tiles=tiles), case)
+
+
 def test_no_races():
     """Two chunks of keys and of queries, whose sums pass from one grid step to the next."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call

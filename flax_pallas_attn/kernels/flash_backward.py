@@ -27,9 +27,12 @@ from flax_pallas_attn.kernels.score_tiles import (
     score_inputs,
     score_specs,
 )
-from flax_pallas_attn.kernels.tiles import BACKWARD_UNIT, Tiles
+from flax_pallas_attn.kernels.tiles import UNIT, Tiles
 from flax_pallas_attn.kernels.walk import Unit, Walk
 from flax_pallas_attn.masking import Mask
+
+LOOK_AHEAD = 2
+"""Units between the first two products of a unit and what is made of them."""
 
 
 class _Inputs(NamedTuple):
@@ -49,10 +52,11 @@ class _Gradients(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    query: Any  # [query chunk, H], scaled
-    query_gradient: Any  # [H, query chunk], transposed
-    key_gradient: Any  # [slots, key tile, H]
-    value_gradient: Any  # [slots, key tile, Hv]
+    query: Any  # [H, query chunk], scaled
+    output_gradient: Any  # [Hv, query chunk]
+    query_gradient: Any  # [H, query chunk]
+    key_gradient: Any  # [slots, H, key tile]
+    value_gradient: Any  # [slots, Hv, key tile]
 
 
 def flash_backward(
@@ -94,13 +98,14 @@ def flash_backward(
     size, key_size = tiles.backward_query, tiles.backward_key
     chunk = tiles.backward_query_chunk
     chunks, key_tiles = pl.cdiv(queries, chunk), pl.cdiv(keys, key_size)
-    sums_in_hbm = group * chunks > 1 and not tiles_lib.key_gradients_fit(
-        tiles, tiles_lib.shape_of(query, key, value, mask, options.bias)
-    )
+    shape = tiles_lib.shape_of(query, key, value, mask, options.bias)
+    sums_in_hbm = group * chunks > 1 and not tiles_lib.key_gradients_fit(tiles, shape)
+    keys_in_vmem = key_tiles * key_size if group * chunks > 1 and not sums_in_hbm else key_size
+    vmem_bytes = tiles_lib.backward_vmem_bytes(tiles, shape, keys_in_vmem)
     walk = Walk(
         mask=jax.tree.map(jax.typeof, mask),
         by_query=False,
-        unit=BACKWARD_UNIT,
+        unit=UNIT,
         query_size=size,
         key_size=key_size,
         queries=queries,
@@ -150,7 +155,7 @@ def flash_backward(
     if sums_in_hbm:
         key_specs = [pl.BlockSpec(memory_space=pl.ANY)] * 2
         key_shapes = [
-            like((batch, kv_heads, key_tiles * key_size, dim), jnp.float32)
+            like((batch, kv_heads, dim, key_tiles * key_size), jnp.float32)
             for dim in (head_dim, value_dim)
         ]
     else:
@@ -158,7 +163,7 @@ def flash_backward(
             pl.BlockSpec((1, 1, key_size, dim), key_gradient_index) for dim in (head_dim, value_dim)
         ]
         key_shapes = [like(x.shape, x.dtype) for x in (key, value)]
-    slots = key_tiles if group * chunks > 1 and not sums_in_hbm else 1
+    slots = keys_in_vmem // key_size
     gradients = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -177,24 +182,25 @@ def flash_backward(
             out_specs=_Gradients(in_specs.query, *key_specs),
             scratch_shapes=[
                 _Scratch(
-                    pltpu.VMEM((chunk, head_dim), query.dtype),
+                    pltpu.VMEM((head_dim, chunk), query.dtype),
+                    pltpu.VMEM((value_dim, chunk), query.dtype),
                     pltpu.VMEM((head_dim, chunk), jnp.float32),
-                    pltpu.VMEM((slots, key_size, head_dim), jnp.float32),
-                    pltpu.VMEM((slots, key_size, value_dim), jnp.float32),
+                    pltpu.VMEM((slots, head_dim, key_size), jnp.float32),
+                    pltpu.VMEM((slots, value_dim, key_size), jnp.float32),
                 )
             ],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=tiles_lib.vmem_limit_bytes(),
+            vmem_limit_bytes=tiles_lib.vmem_limit_bytes(vmem_bytes),
         ),
         cost_estimate=_cost(query, key, value, walk, tiles, sums_in_hbm),
         name="flash_backward",
     )(*prefetched, inputs)
     if sums_in_hbm:
         gradients = gradients._replace(
-            key=gradients.key[:, :, :keys].astype(key.dtype),
-            value=gradients.value[:, :, :keys].astype(value.dtype),
+            key=gradients.key[..., :keys].mT.astype(key.dtype),
+            value=gradients.value[..., :keys].mT.astype(value.dtype),
         )
     return tuple(gradients)
 
@@ -223,12 +229,13 @@ def _kernel(
     )
 
     def hbm_tile(ref):
-        return ref.at[batch_index, kv_head, pl.ds(key_tile * key_size, key_size)]
+        return ref.at[batch_index, kv_head, :, pl.ds(key_tile * key_size, key_size)]
 
     @pl.when(key_tile == 0)
     def _():
         scaled = inputs.query[0, 0].astype(jnp.float32) * (scale * LOG2_E)
-        scratch.query[...] = scaled.astype(scratch.query.dtype)
+        scratch.query[...] = scaled.astype(scratch.query.dtype).T
+        scratch.output_gradient[...] = inputs.output_gradient[0, 0].T
         scratch.query_gradient[...] = jnp.zeros_like(scratch.query_gradient)
 
     @pl.when(is_first)
@@ -246,15 +253,31 @@ def _kernel(
     key_transposed = finite(inputs.key[0, 0]).T
     width, step = walk.unit_queries, walk.unit_keys
 
-    def visit(tile, units: list[Unit]):
-        for unit in units:
-            visit_unit(tile * size + unit.query, unit)
+    def operands(tile, unit: Unit):
+        """Keys, values, queries and output gradients of a unit."""
+        keys, part = pl.ds(unit.key, step), pl.ds(tile * size + unit.query, width)
+        return (
+            inputs.key[0, 0, keys, :],
+            inputs.value[0, 0, keys, :],
+            scratch.query[:, part],
+            scratch.output_gradient[:, part],
+        )
 
-    def visit_unit(offset, unit: Unit):
+    def products(tile, unit: Unit):
+        key, value, query, output_gradient = operands(tile, unit)
+        return dot(key, query, (1, 0), precision), dot(value, output_gradient, (1, 0), precision)
+
+    def visit(tile, units: list[Unit]):
+        ahead = [products(tile, unit) for unit in units[:LOOK_AHEAD]]
+        for i, unit in enumerate(units):
+            if i + LOOK_AHEAD < len(units):
+                ahead.append(products(tile, units[i + LOOK_AHEAD]))
+            visit_unit(tile, unit, *ahead.pop(0))
+
+    def visit_unit(tile, unit: Unit, unit_products, change):
+        offset = tile * size + unit.query
         part, keys = pl.ds(offset, width), pl.ds(unit.key, step)
-        key, value = inputs.key[0, 0, keys, :], inputs.value[0, 0, keys, :]
-        query = scratch.query[part, :]
-        output_gradient = inputs.output_gradient[0, 0, part, :]
+        key, value, query, output_gradient = operands(tile, unit)
         # Zero times delta: what is not finite in a row's output or its gradient reaches the sums.
         delta = inputs.delta[0, 0, :, part]
         logsumexp = inputs.logsumexp[0, 0, :, part] * LOG2_E + delta * 0.0
@@ -267,22 +290,15 @@ def _kernel(
             TileAxis(key_tile * key_size + unit.key, unit.key, step, walk.key_stop),
         )
         probabilities, _, score_gradient = score_tile.gradients(
-            key,
-            query,
-            value,
-            output_gradient,
-            logsumexp,
-            delta,
-            precision=precision,
-            is_cut=unit.is_cut,
+            unit_products, change, logsumexp, delta, is_cut=unit.is_cut
         )
         if unit.is_cut:
             query, output_gradient = finite(query), finite(output_gradient)
         probabilities = probabilities.astype(value.dtype)
         score_gradient = score_gradient.astype(key.dtype)
         (key_sum, _), (value_sum, _) = sums
-        value_sum[keys, :] += dot(probabilities, output_gradient, (1, 0), precision)
-        key_sum[keys, :] += dot(score_gradient, query, (1, 0), precision)
+        value_sum[:, keys] += dot(output_gradient, probabilities, (1, 1), precision)
+        key_sum[:, keys] += dot(query, score_gradient, (1, 1), precision)
         scratch.query_gradient[:, part] += dot(
             key_transposed[:, unit.key : unit.key + step], score_gradient, (1, 0), precision
         )
@@ -308,7 +324,7 @@ def _kernel(
             if sums_in_hbm:
                 sum_ref[...] *= factor
             else:
-                out_ref[0, 0] = (sum_ref[...] * factor).astype(out_ref.dtype)
+                out_ref[0, 0] = (sum_ref[...] * factor).T.astype(out_ref.dtype)
 
         if sums_in_hbm:
             pltpu.sync_copy(sum_ref, hbm_tile(out_ref))

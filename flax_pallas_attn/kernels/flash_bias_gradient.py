@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_pallas_attn.kernels import tiles as tiles_lib
-from flax_pallas_attn.kernels.online_softmax import LOG2_E
+from flax_pallas_attn.kernels.online_softmax import LOG2_E, dot
 from flax_pallas_attn.kernels.score_tiles import (
     ScoreInputs,
     ScoreOptions,
@@ -25,7 +25,7 @@ from flax_pallas_attn.kernels.score_tiles import (
     score_inputs,
     score_specs,
 )
-from flax_pallas_attn.kernels.tiles import BACKWARD_UNIT, Tiles
+from flax_pallas_attn.kernels.tiles import UNIT, Tiles
 from flax_pallas_attn.kernels.walk import Walk
 from flax_pallas_attn.masking import Mask
 
@@ -60,8 +60,8 @@ def flash_bias_gradient(
     batch, heads, queries, head_dim = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
     group = heads // kv_heads
-    size = min(tiles.backward_query, BACKWARD_UNIT)
-    key_size = min(tiles.backward_key, BACKWARD_UNIT)
+    size = min(tiles.backward_query, UNIT)
+    key_size = min(tiles.backward_key, UNIT)
     walk = Walk(
         mask=jax.tree.map(jax.typeof, mask),
         by_query=True,
@@ -178,13 +178,10 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale, precision, index, s
         )
         delta = inputs.delta[0, 0]
         _, score_gradient, _ = tile.gradients(
-            inputs.key[0, 0],
-            query,
-            inputs.value[0, 0],
-            inputs.output_gradient[0, 0],
+            dot(inputs.key[0, 0], query, (1, 1), precision),
+            dot(inputs.value[0, 0], inputs.output_gradient[0, 0], (1, 1), precision),
             inputs.logsumexp[0, 0] * LOG2_E + delta * 0.0,
             delta,
-            precision=precision,
             is_cut=True,
         )
         block = gradient_ref.shape[2:]

@@ -35,7 +35,7 @@ from flax_pallas_attn.kernels.score_tiles import (
     score_inputs,
     score_specs,
 )
-from flax_pallas_attn.kernels.tiles import FORWARD_UNIT, Tiles
+from flax_pallas_attn.kernels.tiles import UNIT, Tiles
 from flax_pallas_attn.kernels.walk import Unit, Walk
 from flax_pallas_attn.masking import Mask
 
@@ -97,7 +97,7 @@ def flash_forward(
     walk = Walk(
         mask=jax.tree.map(jax.typeof, mask),
         by_query=True,
-        unit=FORWARD_UNIT,
+        unit=UNIT,
         query_size=tiles.query,
         key_size=tiles.key,
         queries=queries,
@@ -165,7 +165,11 @@ def flash_forward(
         input_output_aliases={len(prefetched): 0} if reuse_query else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=tiles_lib.vmem_limit_bytes(),
+            vmem_limit_bytes=tiles_lib.vmem_limit_bytes(
+                tiles_lib.forward_vmem_bytes(
+                    tiles, tiles_lib.shape_of(query, key, value, mask, options.bias)
+                )
+            ),
         ),
         cost_estimate=_cost(query, key, value, walk, tiles),
         name="flash_forward",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from flax_pallas_attn import logits as logits_lib
-from flax_pallas_attn.kernels.online_softmax import LOG2_E, dot
+from flax_pallas_attn.kernels.online_softmax import LOG2_E
 from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask, Positions, SegmentIds, Tokens
 
@@ -303,26 +303,22 @@ class ScoreTile:
         return [jnp.where(keep, x, 0.0) for x in tiles]
 
     def gradients(
-        self, key, query, value, output_gradient, logsumexp, delta, *, precision, is_cut: bool
+        self, products, change, logsumexp, delta, *, is_cut: bool
     ) -> tuple[jax.Array, ...]:
         """Of one unit, each `[keys, queries]` float32.
 
         Args:
-          key: `[keys, H]`.
-          query: `[queries, H]`, scaled, base 2.
-          value: `[keys, Hv]`.
-          output_gradient: `[queries, Hv]`.
+          products: Of key and scaled query, base 2: `[keys, queries]`.
+          change: Gradient of the probabilities: product of value and output gradient, likewise.
           logsumexp: `[1, queries]`, base 2.
           delta: `[1, queries]`.
-          precision: Of float32 products.
           is_cut: Whether a part is hidden.
 
         Returns:
           Probabilities after dropout, gradient of the scores, gradient of the scaled products.
         """
-        scores, capped = self.scores(dot(key, query, (1, 1), precision))
+        scores, capped = self.scores(products)
         probabilities = jnp.exp2(scores - logsumexp)
-        change = dot(value, output_gradient, (1, 1), precision)
         kept, change = self.dropped(probabilities, change)
         if self.refs.dropout_rows is not None:
             rescale = 1 / (1 - self.options.dropout_rate)

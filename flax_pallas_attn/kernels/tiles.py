@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 
@@ -25,8 +26,7 @@ _LEAST_VMEM_BYTES = min(_VMEM_BYTES.values())
 # What the compiler keeps for itself, and what an estimate may be off by.
 _USABLE_VMEM = 0.85
 
-FORWARD_UNIT = 256
-BACKWARD_UNIT = 512
+UNIT = 256
 """Queries and keys of a unit: what a kernel computes at once, of the tiles that it visits."""
 
 
@@ -122,9 +122,14 @@ def tpu_kind() -> str | None:
     return None
 
 
-def vmem_limit_bytes() -> int:
-    """VMEM that a kernel may use: of the generation compiled for, or of the smallest one."""
-    return int(_VMEM_BYTES.get(tpu_kind() or "", _LEAST_VMEM_BYTES) * _USABLE_VMEM)
+def vmem_limit_bytes(estimate: int | None = None) -> int:
+    """VMEM that a kernel may use: of the generation compiled for, or of the smallest one.
+
+    What a kernel asks for XLA cannot use for what it keeps in VMEM around it: with an `estimate`
+    of the need, no more than twice that and room for what the compiler spills.
+    """
+    limit = int(_VMEM_BYTES.get(tpu_kind() or "", _LEAST_VMEM_BYTES) * _USABLE_VMEM)
+    return limit if estimate is None else min(limit, 2 * estimate + 16 * _MIB)
 
 
 def forward_vmem_bytes(tiles: Tiles, shape: Shape) -> int:
@@ -132,9 +137,9 @@ def forward_vmem_bytes(tiles: Tiles, shape: Shape) -> int:
     width = _lanes(shape.head_dim) + _lanes(shape.value_dim)
     blocks = (tiles.query + tiles.key_chunk) * width * shape.itemsize
     blocks += shape.pair_bytes * tiles.query * tiles.key_chunk
-    unit = min(FORWARD_UNIT, tiles.query) * min(FORWARD_UNIT, tiles.key) * 4
-    live = 12 * unit  # scores that were computed ahead, and those in the softmax
-    return 2 * blocks + tiles.query * shape.value_dim * 4 + live
+    unit = min(UNIT, tiles.query) * min(UNIT, tiles.key) * 4
+    live = 12 * unit  # products that were computed ahead, and what is in the softmax
+    return 2 * blocks + tiles.query * (shape.value_dim + 16) * 4 + live
 
 
 def backward_vmem_bytes(tiles: Tiles, shape: Shape, keys_in_vmem: int) -> int:
@@ -145,8 +150,9 @@ def backward_vmem_bytes(tiles: Tiles, shape: Shape, keys_in_vmem: int) -> int:
     blocks = chunk * (2 * head + value) * shape.itemsize + rows
     blocks += 2 * key * (head + value) * max(shape.itemsize, 4)
     blocks += shape.pair_bytes * chunk * key
-    scratch = chunk * head * (4 + shape.itemsize) + (keys_in_vmem + 2 * key) * (head + value) * 4
-    live = 6 * min(BACKWARD_UNIT, key) * min(BACKWARD_UNIT, tiles.backward_query) * 4
+    scratch = chunk * (head * 4 + (head + value) * shape.itemsize)
+    scratch += (keys_in_vmem + 2 * key) * (head + value) * 4
+    live = 12 * min(UNIT, key) * min(UNIT, tiles.backward_query) * 4
     return 2 * blocks + scratch + live
 
 
@@ -166,29 +172,34 @@ def default_tiles(shape: Shape) -> Tiles:
       NotImplementedError: None fit: the head size is too large. The text is a reason, to be joined
         with others.
     """
-    sizes = [1024, 512, 256, 128]
     # Large tiles are for the scheduler, which sees all units of a tile at once, and cost time to
-    # compile. A float32 product takes six passes and keeps it busy as it is; a mask that is data
-    # is evaluated in every unit that it may cut, and has three times as many.
-    if shape.itemsize > 2 or not shape.is_band:
-        sizes = sizes[1:]
+    # compile, twice where the last tile runs over the end. A float32 product takes six passes and
+    # keeps the scheduler busy as it is; a mask that is data is evaluated in every unit that it may
+    # cut, and has three times as many.
+    sizes = [512, 256, 128]
+    if shape.itemsize <= 2 and shape.is_band:
+        sizes = [1024, *sizes]
+        if shape.queries % 2048 == 0 and shape.keys % 2048 == 0:
+            sizes = [2048, *sizes]
 
     def forward(size: int) -> _Candidate:
-        query = min(size, _whole_units(shape.queries, FORWARD_UNIT))
-        key = min(size, _whole_units(shape.keys, FORWARD_UNIT))
+        query = min(size, _whole_units(shape.queries, UNIT))
+        # A band is known unit by unit where the tiles of the axis that walks hold whole others.
+        key = math.gcd(query, min(size, _whole_units(shape.keys, UNIT)))
         return _Candidate("key_chunk", key, shape.keys, {"query": query, "key": key})
 
     def backward(size: int) -> _Candidate:
-        query = min(size, BACKWARD_UNIT, _whole_units(shape.queries, BACKWARD_UNIT))
-        key = min(size, _whole_units(shape.keys, BACKWARD_UNIT))
+        key = min(size, _whole_units(shape.keys, UNIT))
+        query = math.gcd(key, min(size, _whole_units(shape.queries, UNIT)))
         sizes = {"backward_query": query, "backward_key": key}
         return _Candidate("backward_query_chunk", query, shape.queries, sizes)
 
+    backward_sizes = [size for size in sizes if size <= 1024]
     chosen = {}
     for candidates, vmem_bytes in (
         ([forward(size) for size in sizes], forward_vmem_bytes),
         (
-            [backward(size) for size in sizes],
+            [backward(size) for size in backward_sizes],
             functools.partial(backward_vmem_bytes, keys_in_vmem=0),
         ),
     ):
