@@ -138,7 +138,8 @@ def forward_vmem_bytes(tiles: Tiles, shape: Shape) -> int:
     blocks = (tiles.query + tiles.key_chunk) * width * shape.itemsize
     blocks += shape.pair_bytes * tiles.query * tiles.key_chunk
     unit = min(UNIT, tiles.query) * min(UNIT, tiles.key) * 4
-    live = 12 * unit  # products that were computed ahead, and what is in the softmax
+    # Products that were computed ahead, what is in the softmax, and the scaled query or the output.
+    live = 12 * unit + tiles.query * width * 4
     return 2 * blocks + tiles.query * (shape.value_dim + 16) * 4 + live
 
 
