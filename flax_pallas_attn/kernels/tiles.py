@@ -138,8 +138,9 @@ def forward_vmem_bytes(tiles: Tiles, shape: Shape) -> int:
     blocks = (tiles.query + tiles.key_chunk) * width * shape.itemsize
     blocks += shape.pair_bytes * tiles.query * tiles.key_chunk
     unit = min(UNIT, tiles.query) * min(UNIT, tiles.key) * 4
-    # Products that were computed ahead, what is in the softmax, and the scaled query or the output.
-    live = 12 * unit + tiles.query * width * 4
+    # Products that were computed ahead, what is in the softmax, and the scaled query or the output
+    # (of float32 operands the compiler keeps parts in bfloat16 besides).
+    live = 12 * unit + tiles.query * width * 2 * shape.itemsize
     return 2 * blocks + tiles.query * (shape.value_dim + 16) * 4 + live
 
 
