@@ -233,9 +233,13 @@ def _kernel(
 
     @pl.when(key_tile == 0)
     def _():
-        scaled = inputs.query[0, 0].astype(jnp.float32) * (scale * LOG2_E)
-        scratch.query[...] = scaled.astype(scratch.query.dtype).T
-        scratch.output_gradient[...] = inputs.output_gradient[0, 0].T
+        @pl.loop(0, chunk_tiles)
+        def _(tile):
+            part = pl.ds(tile * size, size)
+            scaled = inputs.query[0, 0, part, :].astype(jnp.float32) * (scale * LOG2_E)
+            scratch.query[:, part] = scaled.astype(scratch.query.dtype).T
+            scratch.output_gradient[:, part] = inputs.output_gradient[0, 0, part, :].T
+
         scratch.query_gradient[...] = jnp.zeros_like(scratch.query_gradient)
 
     @pl.when(is_first)

@@ -155,6 +155,7 @@ def backward_vmem_bytes(tiles: Tiles, shape: Shape, keys_in_vmem: int) -> int:
     scratch = chunk * (head * 4 + (head + value) * shape.itemsize)
     scratch += (keys_in_vmem + 2 * key) * (head + value) * 4
     live = 12 * min(UNIT, key) * min(UNIT, tiles.backward_query) * 4
+    live += (key + tiles.backward_query) * (head + value) * shape.itemsize  # being transposed
     return 2 * blocks + scratch + live
 
 
