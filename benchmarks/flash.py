@@ -4,7 +4,8 @@ Useful operations per cycle by the TPU compiler's static profile (causal counts 
 times forward), as a share of what the matrix unit can issue at that head size, with the tiles that
 the package chooses. The backward pass counts all that the gradient adds: the kernel, and the
 reductions around it. Nothing here has run on a TPU, and the profile is up to 30% optimistic
-against hardware (docs/TPU_WITHOUT_TPU.md). Takes some minutes for each generation.
+against hardware (docs/TPU_WITHOUT_TPU.md). Takes some minutes for each generation. A dash stands where libtpu
+compiles the program and its simulator crashes.
 """
 
 import argparse
@@ -49,11 +50,11 @@ def main() -> None:
             for is_causal in (False, True):
                 row = measure(topology, head_size, is_causal)
                 rows.append(row)
-                print(
-                    f"{topology:8}{head_size:10}{row['mask']:>8}{row['forward_share']:10.2f}"
-                    f"{row['backward_share']:10.2f}",
-                    flush=True,
+                shares = "".join(
+                    f"{'-' if row[share] is None else format(row[share], '.2f'):>10}"
+                    for share in ("forward_share", "backward_share")
                 )
+                print(f"{topology:8}{head_size:10}{row['mask']:>8}{shares}", flush=True)
     whole = list(arguments.topology) == list(LIMITS) and tuple(arguments.head_size) == HEAD_SIZES
     if whole:  # a part does not replace the committed file and picture
         print(write_results("flash", "python -m benchmarks.flash", rows))
@@ -72,22 +73,31 @@ def measure(topology: str, head_size: int, is_causal: bool) -> dict:
         output, vjp = jax.vjp(attend, query, key, value)
         return output, vjp(output_gradient)
 
-    forward_cycles = sum(estimate_cycles(attend, *[array] * 3, topology=topology).values())
-    cycles = estimate_cycles(gradients, *[array] * 4, topology=topology)
-    backward_cycles = sum(
-        count for name, count in cycles.items() if not name.startswith("flash_forward")
-    )
     useful = 4 * HEADS * LENGTH**2 * head_size / (2 if is_causal else 1)
     limit = LIMITS[topology][head_size]
-    return {
+    row: dict = {
         "topology": topology,
         "head_size": head_size,
         "mask": "causal" if is_causal else "full",
-        "forward_cycles": forward_cycles,
-        "backward_cycles": backward_cycles,
-        "forward_share": round(useful / forward_cycles / limit, 3),
-        "backward_share": round(2.5 * useful / backward_cycles / limit, 3),
     }
+    for step, function, arrays, times in (
+        ("forward", attend, [array] * 3, 1),
+        ("backward", gradients, [array] * 4, 2.5),
+    ):
+        cycles = share = None
+        try:
+            counts = estimate_cycles(function, *arrays, topology=topology)
+        except RuntimeError as error:
+            row[f"{step}_error"] = str(error).splitlines()[0]
+        else:
+            cycles = sum(
+                count
+                for name, count in counts.items()
+                if step == "forward" or not name.startswith("flash_forward")
+            )
+            share = round(times * useful / cycles / limit, 3)
+        row |= {f"{step}_cycles": cycles, f"{step}_share": share}
+    return row
 
 
 def draw(rows: list[dict]) -> None:
@@ -98,7 +108,7 @@ def draw(rows: list[dict]) -> None:
         for panel, step in zip(column, ("forward", "backward"), strict=True):
             for i, head_size in enumerate(HEAD_SIZES):
                 shares = [
-                    row[f"{step}_share"]
+                    row[f"{step}_share"] or 0
                     for row in rows
                     if row["mask"] == mask and row["head_size"] == head_size
                 ]

@@ -256,12 +256,8 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
         probabilities, shrink, maximum = softmax_step(scores, maximum)
         (kept,) = part.dropped(probabilities)
         probabilities, kept = probabilities.astype(value.dtype), kept.astype(value.dtype)
-        of_sums = jnp.concatenate(
-            [
-                jnp.broadcast_to(row, (SUM_ROWS // 2, step))
-                for row in (jnp.ones((1, step)), not_finite)
-            ]
-        ).astype(value.dtype)
+        row = jax.lax.broadcasted_iota(jnp.int32, (SUM_ROWS, step), 0)
+        of_sums = jnp.where(row < SUM_ROWS // 2, 1.0, not_finite).astype(value.dtype)
         if inputs.scores.dropout_rows is None:
             sums = dot(jnp.concatenate([of_sums, value]), kept, (1, 0), precision)
         else:
