@@ -4,8 +4,8 @@ Useful operations per cycle by the TPU compiler's static profile (causal counts 
 times forward), as a share of what the matrix unit can issue at that head size, with the tiles that
 the package chooses. The backward pass counts all that the gradient adds: the kernel, and the
 reductions around it. Nothing here has run on a TPU, and the profile is up to 30% optimistic
-against hardware (docs/TPU_WITHOUT_TPU.md). Takes some minutes for each generation. A dash stands where libtpu
-compiles the program and its simulator crashes.
+against hardware (docs/TPU_WITHOUT_TPU.md). Takes some minutes for each generation. A dash stands
+where libtpu compiles the program and its simulator crashes.
 """
 
 import argparse
