@@ -68,7 +68,7 @@ BLOCKWISE = [
     Mutation("blockwise.py", "ds *= 1 - jnp", "ds *= 1 + jnp", "soft cap"),
     Mutation("blockwise.py", "dk_tile * plan.scale", "dk_tile / plan.scale"),
     Mutation("blockwise.py", "(dq, 2, -1) * plan.scale", "(dq, 2, -1) / plan.scale"),
-    Mutation("blockwise.py", "0, -probability", "0, +probability", "sink"),
+    Mutation("logits.py", "0, -jnp.exp(sinks", "0, +jnp.exp(sinks", "sink"),
     Mutation("blockwise.py", "weights / (1 - logits", "weights / (1 + logits", "dropout"),
     Mutation("blockwise.py", "x / (1 - logits", "x / (1 + logits", "dropout"),
     Mutation("blockwise.py", "key, query) * self.plan", "key, query) / self.plan"),
@@ -101,10 +101,12 @@ BLOCKWISE = [
 
 FLASH = [
     Mutation("kernels/flash_forward.py", "jnp.log2(total)) * LN_2", "jnp.log2(total)) / LN_2"),
-    Mutation("kernels/flash_forward.py", "* shrink + weighted", "* shrink - weighted"),
+    Mutation("kernels/flash_forward.py", "* shrink + sums", "* shrink - sums"),
     Mutation("kernels/flash_forward.py", "n // group, c, 0", "n % group, c, 0", "six heads"),
+    Mutation("kernels/flash_forward.py", "== 0.0, 0.0, 1.0)", "== 0.0, 0.0, 0.0)", "nan"),
+    Mutation("kernels/flash_forward.py", "tile + 1, chunk_tiles", "tile, chunk_tiles"),
     Mutation(
-        "kernels/flash_forward.py", "scores + not_finite_rows", "scores * not_finite_rows", "nan"
+        "kernels/flash_forward.py", "put_leading(start, unit)", "put_leading(0, unit)", "window"
     ),
     Mutation("kernels/flash_forward.py", "walk.key_stop", "walk.query_stop"),
     Mutation("kernels/flash_forward.py", "factor *= shrink", "factor /= shrink", "sinks"),
@@ -151,6 +153,11 @@ def mutated(mutation: Mutation, implementation: str, folder: pathlib.Path):
 def _forget_package() -> dict[str, types.ModuleType]:
     names = [name for name in sys.modules if name.partition(".")[0] == PACKAGE.name]
     return {name: sys.modules.pop(name) for name in names}
+
+
+@pytest.mark.parametrize("mutation", BLOCKWISE + FLASH, ids=str)
+def test_mutations_fit_the_source(mutation):
+    assert (PACKAGE / mutation.file).read_text().count(mutation.old) == 1
 
 
 @pytest.mark.slow
