@@ -199,26 +199,21 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
         return dot(inputs.key[0, 0, keys, :], part, (1, 1), precision)
 
     # The products that a tile begins with wait in scratch memory, put there by the one before.
-    leading = {unit.place: i for i, unit in enumerate(walk.all_units(False)[:LOOK_AHEAD])}
+    leading = walk.all_units(False)[:LOOK_AHEAD]
+    lanes_of = {unit.place: pl.ds(i * width, width) for i, unit in enumerate(leading)}
 
     def put_leading(tile, unit: Unit):
-        lanes = pl.ds(leading[unit.place] * width, width)
-        scratch.products[:, lanes] = product(tile, unit)
+        scratch.products[:, lanes_of[unit.place]] = product(tile, unit)
 
     def visit(tile, units: list[Unit]):
         next_tile = jnp.minimum(tile + 1, chunk_tiles - 1)
-        products = {}
-        for place, i in leading.items():
-            products[place] = scratch.products[:, pl.ds(i * width, width)]
+        products = {place: scratch.products[:, lanes] for place, lanes in lanes_of.items()}
 
         def put(unit):
             products[unit.place] = product(tile, unit)
 
-        ahead = [functools.partial(put, unit) for unit in units if unit.place not in leading]
-        ahead += [
-            functools.partial(put_leading, next_tile, unit)
-            for unit in walk.all_units(False)[:LOOK_AHEAD]
-        ]
+        ahead = [functools.partial(put, unit) for unit in units if unit.place not in lanes_of]
+        ahead += [functools.partial(put_leading, next_tile, unit) for unit in leading]
         maximums = {}
         for unit in units:
             if ahead:
@@ -270,7 +265,7 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
     span = walk.span(pl.program_id(0), query_tile, *spans_refs)
     first_tile = chunk * chunk_tiles
     start = walk.first_visited(span, first_tile, chunk_tiles)
-    for unit in walk.all_units(False)[:LOOK_AHEAD]:
+    for unit in leading:
         put_leading(start, unit)
     walk.visit(query_tile, span, first_tile, chunk_tiles, visit)
 
