@@ -49,6 +49,7 @@ QUICK = {
     "one of each, float32",
     "half a row and a whole row of padding, float32",
     "nan in keys left of the window",
+    "nan in a query",
     "nan in another document, causal",
 }
 
