@@ -3,12 +3,13 @@
 # A file's tests share what they compiled and ran, so they stay on one worker.
 PYTEST = python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
-.PHONY: help train test test-all test-lowest lint typecheck lock
+.PHONY: help train test test-all test-lowest peers lint typecheck lock
 
 help:
 	@echo "make train      train the tiny GPT on the bundled novels; a second time it continues"
 	@echo "make test       the tests"
 	@echo "make test-all   the long tests too, then the tests with the lowest supported versions"
+	@echo "make peers      set up .venv-peers, for the benchmarks that compare with other kernels"
 	@echo "make lint       ruff: lint and format"
 	@echo "make typecheck  pyright"
 	@echo "make lock       resolve the pinned versions anew from pyproject.toml"
@@ -34,6 +35,8 @@ test-all: .venv/installed
 test-lowest: .venv-lowest/installed
 	.venv-lowest/bin/$(PYTEST) -m "not slow" $(ARGS)
 
+peers: .venv-peers/installed
+
 lint: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -57,13 +60,23 @@ typecheck: .venv/installed
 	@.venv-lowest/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# The package is not installed there: `python -m benchmarks.…` finds it in the working directory.
+.venv-peers/installed: requirements-peers.txt
+	@python=$$(sh scripts/find_python.sh) && \
+	echo "Setting up .venv-peers with $$("$$python" --version)" && \
+	"$$python" -m venv .venv-peers
+	@.venv-peers/bin/python -m pip install --quiet --requirement requirements-peers.txt
+	@touch $@
+
 # uv resolves for all platforms and Python versions at once, which pip cannot.
-LOCK = .venv-lock/bin/uv pip compile --quiet --universal --python-version 3.12 --all-extras \
-    --no-header --no-annotate --no-emit-index-url --no-emit-find-links pyproject.toml
+LOCK = .venv-lock/bin/uv pip compile --quiet --universal --python-version 3.12 --no-header \
+    --no-annotate --no-emit-index-url --no-emit-find-links pyproject.toml --extra tpu
 
 lock:
 	python=$$(sh scripts/find_python.sh) && "$$python" -m venv .venv-lock
 	.venv-lock/bin/python -m pip install --quiet uv
-	$(LOCK) --upgrade --output-file requirements.txt
-	printf 'jax==0.11.2\nflax==0.12.12\n' | \
-	    $(LOCK) --upgrade --constraints - --output-file requirements-lowest.txt
+	$(LOCK) --extra train --extra dev --upgrade --output-file requirements.txt
+	printf 'jax==0.11.2\nflax==0.12.12\n' | $(LOCK) --extra train --extra dev --upgrade \
+	    --constraints - --output-file requirements-lowest.txt
+	$(LOCK) --extra peers --upgrade --constraints requirements.txt \
+	    --output-file requirements-peers.txt

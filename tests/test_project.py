@@ -14,7 +14,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-REQUIREMENTS = ["requirements.txt", "requirements-lowest.txt"]
+REQUIREMENTS = {  # the extras that each file pins
+    "requirements.txt": ["tpu", "train", "dev"],
+    "requirements-lowest.txt": ["tpu", "train", "dev"],
+    "requirements-peers.txt": ["tpu", "peers"],
+}
 
 
 def pins(file: str) -> dict[str, str]:
@@ -88,10 +92,16 @@ def test_library_needs_jax_and_flax_alone():
     assert set(imported) <= {"flax", "flax_pallas_attn", "jax", "jaxlib"}
 
 
+def test_every_extra_is_pinned():
+    assert set().union(*REQUIREMENTS.values()) == set(PROJECT["optional-dependencies"])
+
+
 @pytest.mark.parametrize("file", REQUIREMENTS)
 def test_everything_that_the_project_names_is_pinned(file):
     pinned = pins(file)
-    extras = [name for extra in PROJECT["optional-dependencies"].values() for name in extra]
+    extras = [
+        name for extra in REQUIREMENTS[file] for name in PROJECT["optional-dependencies"][extra]
+    ]
     for requirement in PROJECT["dependencies"] + extras:
         assert re.match(r"[\w-]+", requirement)[0] in pinned
     assert "libtpu" in pinned
@@ -103,6 +113,12 @@ def test_lowest_requirements_are_the_lowest_supported():
         name, version = requirement.split(">=")
         assert pinned[name] == version
     assert pinned["jaxlib"] == pinned["jax"]
+
+
+def test_peers_are_measured_with_the_same_compiler():
+    pinned, ours = pins("requirements-peers.txt"), pins("requirements.txt")
+    for package in ("jax", "jaxlib", "libtpu"):
+        assert pinned[package] == ours[package]
 
 
 def test_versions_agree():
@@ -127,7 +143,9 @@ def test_tracked_files_name_no_machine_and_no_registry():
     assert found == []
 
 
-@pytest.mark.parametrize("target", ["train", "test", "test-all", "lint", "typecheck", "lock"])
+@pytest.mark.parametrize(
+    "target", ["train", "test", "test-all", "peers", "lint", "typecheck", "lock"]
+)
 def test_make_help_lists_every_command(target):
     help_text = subprocess.run(
         ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
