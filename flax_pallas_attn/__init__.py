@@ -1,6 +1,7 @@
 """Flash and paged attention for Flax on TPU."""
 
 from flax_pallas_attn.attention import attention_fn, dot_product_attention
+from flax_pallas_attn.explain import AttentionExplanation, explain_attention
 from flax_pallas_attn.kernels.tiles import Tiles
 from flax_pallas_attn.logits import Alibi, Dropout
 from flax_pallas_attn.masking import Positions, SegmentIds
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Alibi",
+    "AttentionExplanation",
     "AttentionSharding",
     "Dropout",
     "Llama3Scaling",
@@ -27,5 +29,6 @@ __all__ = [
     "YarnScaling",
     "attention_fn",
     "dot_product_attention",
+    "explain_attention",
     "paged_attention",
 ]

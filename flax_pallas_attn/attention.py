@@ -7,16 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_pallas_attn import blockwise, input_checks, reference
+from flax_pallas_attn import choice, input_checks
 from flax_pallas_attn import sharding as sharding_lib
-from flax_pallas_attn.kernels import flash
-from flax_pallas_attn.kernels import tiles as tiles_lib
 from flax_pallas_attn.kernels.tiles import Tiles
 from flax_pallas_attn.logits import Alibi, Dropout
 from flax_pallas_attn.masking import MaskRule, Positions, SegmentIds
 from flax_pallas_attn.sharding import AttentionSharding
-
-IMPLEMENTATIONS = ("pallas", "xla", "reference")
 
 
 def dot_product_attention(
@@ -124,9 +120,16 @@ def dot_product_attention(
         layout=layout,
     )
     return_residual = input_checks.check_flag(return_residual, "return_residual")
-    attend = _choose(call, precision, tiles, implementation)
+    choice.check_wish(implementation, tiles)
+    attend = functools.partial(
+        choice.attend,
+        scale=call.scale,
+        precision=precision,
+        tiles=tiles,
+        implementation=implementation,
+    )
     if call.query.shape[0] == 0:
-        attend = _nothing
+        attend = nothing
     output, logsumexp = sharding_lib.place(attend, call, sharding)
     if layout == "BTNH":
         output, logsumexp = output.swapaxes(1, 2), logsumexp.swapaxes(1, 2)
@@ -242,44 +245,8 @@ def one_batch_axis(x: jax.Array, batch_shape: tuple[int, ...], rank: int, name: 
     return x.reshape(math.prod(batch_shape), *tail)
 
 
-def _nothing(query, key, value, mask, logits) -> tuple[jax.Array, jax.Array]:
+def nothing(query, key, value, mask, logits) -> tuple[jax.Array, jax.Array]:
     """Output and logsumexp of no batch rows, of which no implementation can make tiles."""
     rows = query.shape[:-1]
     sums = jnp.promote_types(query.dtype, jnp.float32)
     return jnp.zeros((*rows, value.shape[-1]), query.dtype), jnp.zeros(rows, sums)
-
-
-def _choose(call: input_checks.Call, precision, tiles: Tiles | None, implementation: str | None):
-    """The implementation that takes the call: a function of its arrays."""
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(
-            f"implementation={implementation!r} is not known; use None or one of {IMPLEMENTATIONS}."
-        )
-    if not isinstance(tiles, Tiles | None):
-        raise ValueError(f"tiles={tiles!r} must be Tiles(...), or None to let the package choose.")
-    if tiles is not None and implementation not in (None, "pallas"):
-        raise ValueError(
-            f'tiles are of the TPU kernels, implementation="{implementation}" has none: leave '
-            "tiles out."
-        )
-    options = {"scale": call.scale, "precision": precision}
-    if implementation == "reference":
-        return functools.partial(reference.attend, **options)
-    xla = functools.partial(blockwise.attend, **options)
-    pallas = functools.partial(flash.attend, **options, tiles=tiles)
-    if implementation == "xla":
-        return xla
-    if implementation == "pallas":
-        return pallas
-    reasons = flash.reasons_against(
-        call.query, call.key, call.value, call.mask, call.logits, tiles=tiles
-    )
-    if not reasons:
-        return lambda *arrays: jax.lax.platform_dependent(*arrays, tpu=pallas, default=xla)
-    if tiles_lib.tpu_kind() is not None:
-        input_checks.warn(
-            'The Pallas kernels cannot take this call, implementation="xla" does: '
-            + "; ".join(reasons)
-            + "."
-        )
-    return xla

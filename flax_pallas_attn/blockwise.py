@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flax_pallas_attn import input_checks
 from flax_pallas_attn import logits as logits_lib
 from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask, Span, Tokens, tile_spans
@@ -33,6 +34,12 @@ from flax_pallas_attn.sharding import vary_alike
 
 TILE_SCORES = 2**19
 """Scores in a tile, batch and heads included: 2 MiB in float32, which a CPU's cache can hold."""
+
+
+def reasons_against(query: jax.Array, key: jax.Array, value: jax.Array) -> list[str]:
+    """Why this form cannot take a call; empty when it can. Arguments as `attend`."""
+    symbolic = input_checks.symbolic_sizes(query, key, value, axes="TSH")
+    return [f"{symbolic}, and tiles are cut by number"] if symbolic else []
 
 
 def attend(
@@ -61,7 +68,16 @@ def attend(
     Returns:
       Output `[B, N, T, Hv]` in the query's dtype and logsumexp `[B, N, T]` in float32 (float64
       for float64 inputs).
+
+    Raises:
+      NotImplementedError: Sizes that are not known while tracing.
     """
+    if reasons := reasons_against(query, key, value):
+        raise NotImplementedError(
+            f'implementation="xla" cannot take this call: {"; ".join(reasons)}. Use '
+            'implementation="reference", whose memory grows with T * S, or export once for each '
+            "size."
+        )
     most_queries, most_keys = tiles or (_largest_tile(query.shape[0] * query.shape[1]),) * 2
     plan = _Plan(
         scale=scale,

@@ -12,6 +12,7 @@ from typing import Any
 
 import flax
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -223,6 +224,23 @@ def check_flag(flag, name: str) -> bool:
             "in static_argnames."
         )
     return bool(flag)
+
+
+def symbolic_sizes(query: jax.Array, key: jax.Array, value: jax.Array, axes: str = "BNKTSH") -> str:
+    """What `jax.export` left open of the sizes of heads-first arrays, in words; "" for nothing.
+
+    Args:
+      query: `[B, N, T, H]`.
+      key: `[B, K, S, H]`.
+      value: `[B, K, S, Hv]`.
+      axes: Letters of those that matter; H stands for Hv too.
+    """
+    found = {}
+    for letters, x in (("BNTH", query), ("BKSH", key), ("BKSH", value)):
+        for letter, size in zip(letters, x.shape, strict=True):
+            if letter in axes and jax.export.is_symbolic_dim(size):
+                found.setdefault(letter, size)
+    return ", ".join(f"{letter} is the symbolic dimension {size}" for letter, size in found.items())
 
 
 def check_rule(rule):

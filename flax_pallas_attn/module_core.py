@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.core import Tracer
 
-from flax_pallas_attn.attention import IMPLEMENTATIONS, dot_product_attention, one_batch_axis
+from flax_pallas_attn.attention import dot_product_attention, one_batch_axis
+from flax_pallas_attn.choice import IMPLEMENTATIONS
 from flax_pallas_attn.input_checks import as_array, as_integers, check_band, check_soft_cap
 from flax_pallas_attn.logits import Dropout
 from flax_pallas_attn.masking import Positions, SegmentIds

@@ -85,13 +85,11 @@ def place(attend: Attend, call: Call, sharding: AttentionSharding | None) -> tup
         of another type.
       NotImplementedError: Arrays that are sharded along the sequence or the head size.
     """
-    check_sharding(sharding)
     arrays = (call.query, call.key, call.value, call.mask, call.logits)
-    mesh = sharding.mesh if sharding and sharding.mesh else jax.sharding.get_abstract_mesh()
-    free = [name for name, kind in _axis_types(mesh).items() if kind != AxisType.Manual]
-    if math.prod(mesh.shape[name] for name in free) == 1:
+    axes = placement(call, sharding)
+    if axes is None:
         return attend(*arrays)
-    axes = _split_axes(call, sharding, mesh)
+    mesh = axes.mesh
     batch, heads = axes.batch or None, axes.heads or None
     size = math.prod(mesh.shape[name] for name in axes.heads)
     kv_heads = call.key.shape[1]
@@ -141,17 +139,42 @@ def place(attend: Attend, call: Call, sharding: AttentionSharding | None) -> tup
         mesh=mesh,
         in_specs=specs,
         out_specs=(P(batch, heads), P(batch, heads)),
-        axis_names=set(free),
+        axis_names=set(axes.free),
     )(*arrays)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Axes:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which mesh axes split a call.
+
+    Attributes:
+      mesh: Whose axes they are.
+      batch: Those that split the batch.
+      heads: Those that split the heads.
+      free: All that are not Manual: over those that split nothing the work is repeated.
+    """
+
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
     batch: tuple[str, ...]
     heads: tuple[str, ...]
+    free: tuple[str, ...]
 
 
-def _split_axes(call: Call, sharding: AttentionSharding | None, mesh) -> _Axes:
+def placement(call: Call, sharding: AttentionSharding | None) -> Placement | None:
+    """How `place` places a call; None where there is no mesh. Arguments and errors as there."""
+    check_sharding(sharding)
+    mesh = sharding.mesh if sharding and sharding.mesh else jax.sharding.get_abstract_mesh()
+    free = tuple(name for name, kind in _axis_types(mesh).items() if kind != AxisType.Manual)
+    if math.prod(mesh.shape[name] for name in free) == 1:
+        return None
+    batch, heads = _split_axes(call, sharding, mesh)
+    return Placement(mesh=mesh, batch=batch, heads=heads, free=free)
+
+
+def _split_axes(
+    call: Call, sharding: AttentionSharding | None, mesh
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that split the batch, and those that split the heads."""
     batch, heads = call.query.shape[:2]
     kv_heads = call.key.shape[1]
     types = _axis_types(mesh)
@@ -192,7 +215,7 @@ def _split_axes(call: Call, sharding: AttentionSharding | None, mesh) -> _Axes:
             "divide the other, so that each device holds whole key heads or shares one with its "
             "neighbours."
         )
-    return _Axes(tuple(split), tuple(head_axes))
+    return tuple(split), tuple(head_axes)
 
 
 def _explicit_spec(x: jax.Array) -> list[tuple[str, ...]]:

@@ -6,13 +6,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from flax_pallas_attn import input_checks
 from flax_pallas_attn import logits as logits_lib
 from flax_pallas_attn.kernels import tiles as tiles_lib
 from flax_pallas_attn.kernels.flash_backward import flash_backward
 from flax_pallas_attn.kernels.flash_bias_gradient import flash_bias_gradient
 from flax_pallas_attn.kernels.flash_forward import flash_forward
 from flax_pallas_attn.kernels.score_tiles import ScoreOptions, fold_group
-from flax_pallas_attn.kernels.tiles import LANES, Tiles
+from flax_pallas_attn.kernels.tiles import LANES, Shape, Tiles
 from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask
 from flax_pallas_attn.sharding import vary_alike
@@ -25,7 +26,26 @@ class _Options:
     tiles: Tiles
 
 
-def reasons_against(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How the kernels run a call.
+
+    Attributes:
+      reasons: Why they cannot; empty where they can.
+      is_folded: Whether the query heads that share a key head are more queries of one head.
+      group: Query heads that share a key head, after that.
+      shape: What the kernels see, after that; None where it is not known while tracing.
+      tiles: None where none fit.
+    """
+
+    reasons: list[str]
+    is_folded: bool
+    group: int
+    shape: Shape | None
+    tiles: Tiles | None
+
+
+def plan(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -33,19 +53,43 @@ def reasons_against(
     logits: Logits,
     *,
     tiles: Tiles | None,
-) -> list[str]:
-    """Why these kernels cannot take a call; empty when they can. Arguments as `attend`."""
+) -> Plan:
+    """How the kernels would run a call, of which the values do not matter; arguments as `attend`.
+
+    Args:
+      query: `[B, N, T, H]`.
+      key: `[B, K, S, H]`.
+      value: `[B, K, S, Hv]`.
+      mask: Who may attend to whom.
+      logits: Soft cap, bias, ALiBi, sinks, dropout.
+      tiles: The caller's; None chooses.
+
+    Raises:
+      ValueError: The caller's tiles do not fit.
+    """
     reasons = []
     if query.dtype not in (jnp.bfloat16, jnp.float32):
         reasons.append(
             f"dtype {query.dtype} has no TPU kernel (Mosaic compiles bfloat16 and float32)"
         )
-    if tiles is None:
+    if symbolic := input_checks.symbolic_sizes(query, key, value):
+        reasons.append(f"{symbolic} while the kernels' grid needs numbers")
+        return Plan(reasons=reasons, is_folded=False, group=1, shape=None, tiles=None)
+    is_folded = key.shape[1] < query.shape[1] and query.shape[2] < LANES
+    bias = logits.bias
+    if is_folded:
+        query, mask, options = jax.eval_shape(_folded, query, key, mask, logits)
+        bias = options.bias
+    shape = tiles_lib.shape_of(query, key, value, mask, bias)
+    if tiles is not None:
+        tiles_lib.check_fit("forward", tiles_lib.forward_vmem_bytes(tiles, shape))
+    else:
         try:
-            tiles_lib.default_tiles(tiles_lib.shape_of(query, key, value, mask, logits.bias))
+            tiles = tiles_lib.default_tiles(shape)
         except NotImplementedError as error:
             reasons.append(str(error))
-    return reasons
+    group = query.shape[1] // key.shape[1]
+    return Plan(reasons=reasons, is_folded=is_folded, group=group, shape=shape, tiles=tiles)
 
 
 def attend(
@@ -73,27 +117,30 @@ def attend(
 
     Raises:
       NotImplementedError: With all reasons, when the kernels cannot take the call.
+      ValueError: The tiles given do not fit.
     """
-    if reasons := reasons_against(query, key, value, mask, logits, tiles=tiles):
+    planned = plan(query, key, value, mask, logits, tiles=tiles)
+    if planned.reasons:
         raise NotImplementedError(
             'implementation="pallas" cannot take this call: '
-            + "; ".join(reasons)
+            + "; ".join(planned.reasons)
             + '. Use implementation="xla", or None to let the package choose.'
         )
-    batch, heads, queries, _ = query.shape
-    kv_heads, keys = key.shape[1:3]
-    score_options = ScoreOptions.of(logits, mask, batch, heads, queries)
-    if is_folded := kv_heads < heads and queries < LANES:
-        query, mask, score_options = fold_group(query, keys, kv_heads, mask, score_options)
-    if tiles is None:
-        shape = tiles_lib.shape_of(query, key, value, mask, score_options.bias)
-        tiles = tiles_lib.default_tiles(shape)
-    options = _Options(scale=scale, precision=precision, tiles=tiles)
+    assert planned.tiles is not None, "no tiles is a reason"
+    options = _Options(scale=scale, precision=precision, tiles=planned.tiles)
+    rows = query.shape[:3]
+    if planned.is_folded:
+        query, mask, score_options = _folded(query, key, mask, logits)
+    else:
+        score_options = ScoreOptions.of(logits, mask, *rows)
     output, logsumexp = _attend(*vary_alike((query, key, value, mask, score_options)), options)
-    if is_folded:
-        output = output.reshape(batch, heads, queries, -1)
-        logsumexp = logsumexp.reshape(batch, heads, queries)
-    return output, logsumexp
+    return output.reshape(*rows, -1), logsumexp.reshape(rows)
+
+
+def _folded(query, key, mask: Mask, logits: Logits):
+    """Query, mask and options, with the query heads of a group as queries of one head."""
+    options = ScoreOptions.of(logits, mask, *query.shape[:3])
+    return fold_group(query, key.shape[2], key.shape[1], mask, options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("options",))

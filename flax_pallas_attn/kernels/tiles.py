@@ -165,6 +165,43 @@ def key_gradients_fit(tiles: Tiles, shape: Shape) -> bool:
     return backward_vmem_bytes(tiles, shape, keys) <= vmem_limit_bytes()
 
 
+def backward_keys_in_vmem(tiles: Tiles, shape: Shape, group: int) -> int:
+    """Keys of a head whose gradients the backward kernel keeps in VMEM, beside those it works on.
+
+    Args:
+      tiles: Its tiles.
+      shape: What it sees.
+      group: Query heads that share a key head.
+    """
+    is_summed = group * -(-shape.queries // tiles.backward_query_chunk) > 1
+    if is_summed and key_gradients_fit(tiles, shape):
+        return pad_to(shape.keys, tiles.backward_key)
+    return tiles.backward_key
+
+
+def check_fit(kernel: str, need_bytes: int) -> None:
+    """Refuses a caller's tiles that do not fit the generation compiled for, where that is known.
+
+    Args:
+      kernel: "forward" or "backward".
+      need_bytes: VMEM that it needs with them.
+
+    Raises:
+      ValueError: They do not fit.
+    """
+    kind, limit = tpu_kind(), vmem_limit_bytes()
+    if kind is not None and need_bytes > limit:
+        sizes = {
+            "forward": "query, key and key_chunk",
+            "backward": "backward_key, backward_query and backward_query_chunk",
+        }[kernel]
+        raise ValueError(
+            f"tiles: with them the {kernel} kernel needs some {need_bytes:,} bytes of VMEM, and "
+            f"{kind} has {limit:,} for it. Choose a smaller {sizes}, the chunk first, or leave "
+            "tiles out."
+        )
+
+
 def default_tiles(shape: Shape) -> Tiles:
     """Tiles that fit the generation compiled for.
 
