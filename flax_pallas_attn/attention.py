@@ -49,6 +49,11 @@ def dot_product_attention(
     Gradients are of first order and in reverse mode (`jax.grad`, `jax.vjp`). For `jax.jvp`,
     `jax.linearize` and second derivatives say `implementation="reference"`.
 
+    Under `jax.checkpoint` the policy
+    `jax.checkpoint_policies.save_only_these_names(*flax_pallas_attn.CHECKPOINT_NAMES)` saves output
+    and logsumexp, so that the backward pass does not run the forward kernel again ("pallas" and
+    "xla").
+
     Axes: B batch, T queries, S keys, N query heads, K key heads (K divides N), H head size, Hv
     head size of value.
 

@@ -30,6 +30,7 @@ from flax_pallas_attn import input_checks
 from flax_pallas_attn import logits as logits_lib
 from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask, Span, Tokens, tile_spans
+from flax_pallas_attn.residuals import named
 from flax_pallas_attn.sharding import vary_alike
 
 TILE_SCORES = 2**19
@@ -121,7 +122,7 @@ def _attend(plan, query, key, value, mask, logits):
 
 
 def _forward_and_save(plan, query, key, value, mask, logits):
-    output, logsumexp = _forward(plan, query, key, value, mask, logits)
+    output, logsumexp = named(*_forward(plan, query, key, value, mask, logits))
     return (output, logsumexp), (query, key, value, mask, logits, output, logsumexp)
 
 

@@ -16,6 +16,7 @@ from flax_pallas_attn.kernels.score_tiles import ScoreOptions, fold_group
 from flax_pallas_attn.kernels.tiles import LANES, Shape, Tiles
 from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask
+from flax_pallas_attn.residuals import named
 from flax_pallas_attn.sharding import vary_alike
 
 
@@ -158,7 +159,7 @@ def _attend(query, key, value, mask, score_options, options: _Options):
 
 def _attend_forward(query, key, value, mask, score_options, options: _Options):
     arrays = (query, key, value, mask, score_options)
-    results = flash_forward(*arrays, **_as_arguments(options), reuse_query=False)
+    results = named(*flash_forward(*arrays, **_as_arguments(options), reuse_query=False))
     return results, (arrays, results)
 
 
