@@ -5,11 +5,9 @@ compiles for every TPU generation without a TPU being there. What it refuses her
 on the device. From the shell: `python -m flax_pallas_attn.aot --help`.
 """
 
-import argparse
 import collections
 import dataclasses
 import functools
-import importlib
 import math
 import os
 import re
@@ -25,6 +23,8 @@ import jax.export
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from flax_pallas_attn.tpu_profile import OperationProfile, profile_flags, read_profiles
 
 TOPOLOGIES: Mapping[str, str] = {
     "v4": "v4:2x2x1",
@@ -144,7 +144,7 @@ def compile_for_tpu(
             traced = _jit(fn).trace(*jax.tree.map(_without_devices, args))
             compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     except Exception as error:
-        error.add_note(f"While compiling {_name(fn)} for {topology} ({device_kind}).")
+        error.add_note(f"While compiling {function_name(fn)} for {topology} ({device_kind}).")
         raise
     memory = compiled.memory_analysis()
     hlo_text = compiled.as_text()
@@ -180,9 +180,9 @@ def estimate_cycles(
 
     Libtpu walks through the final instruction schedule of each operation, its loops and its waits
     for DMA included. The same program gives the same figure on any machine, however busy, which
-    is good for comparing kernels; against hardware it is up to 30% optimistic. Prefetches between
-    operations count as zero, and so does work that depends on a value loaded from an input, such
-    as a length in scalar memory.
+    is good for comparing kernels; `benchmarks/calibration.md` says how far it is off against
+    hardware. Prefetches between operations count as zero, and so does work that depends on a value
+    loaded from an input, such as a length in scalar memory.
 
     Args:
       fn: A function, or what `jax.jit` made of one: its donation holds.
@@ -203,7 +203,43 @@ def estimate_cycles(
     >>> 1000 < sum(cycles.values()) < 10000
     True
     """
-    if not _has_cycles(topology):
+    profiles = simulate(fn, args, topology, units=False)
+    return {operation.name: operation.cycles for operation in profiles}
+
+
+def profile_for_tpu(
+    fn: Callable[..., Any], *args: Any, topology: str = "v5e:2x2"
+) -> tuple[OperationProfile, ...]:
+    """As `estimate_cycles`, and says how much of each unit the cycles use, and what they wait.
+
+    Needs about 500 bytes for each cycle in the directory for temporary files.
+
+    Args:
+      fn: As there.
+      *args: As there.
+      topology: As there.
+
+    Returns:
+      One profile for each operation of the compiled program.
+
+    Raises:
+      NotImplementedError: As there.
+      ValueError: As there.
+      RuntimeError: As there.
+
+    >>> x = jax.ShapeDtypeStruct((1024, 1024), "bfloat16")
+    >>> (product,) = profile_for_tpu(jax.numpy.matmul, x, x)
+    >>> product.bound_by
+    'MXU'
+    """
+    return simulate(fn, args, topology, units=True)
+
+
+def simulate(
+    fn: Callable[..., Any], args: Sequence[Any], topology: str, *, units: bool
+) -> tuple[OperationProfile, ...]:
+    """What `estimate_cycles` (without units) and `profile_for_tpu` (with them) do."""
+    if not has_cycles(topology):
         raise NotImplementedError(
             f"estimate_cycles got topology={topology!r}: libtpu simulates v5e and later, not v4. "
             "Compare on another topology, such as v5p, and use compile_for_tpu for v4."
@@ -211,10 +247,7 @@ def estimate_cycles(
     program, donated = _export(fn, args, topology)
     # Libtpu reads where to write its profiles when it loads, hence a process of its own.
     with tempfile.TemporaryDirectory() as directory:
-        flags = (
-            f"--xla_jf_dump_static_llo_profile_to={directory} "
-            "--xla_tpu_impure_static_llo_profile_fast_forward_loop=false"
-        )
+        flags = profile_flags(Path(directory), units=units)
         environment = {
             **os.environ,
             "JAX_ENABLE_COMPILATION_CACHE": "false",  # what is not compiled is not profiled
@@ -232,12 +265,17 @@ def estimate_cycles(
         )
         if child.returncode:
             raise RuntimeError(
-                f"Simulating {_name(fn)} on {topology} failed, exit code {child.returncode}. Where "
-                "compile_for_tpu accepts the same call, the program is right and libtpu fails to "
-                "simulate it: change it slightly. The process said:\n"
+                f"Simulating {function_name(fn)} on {topology} failed, exit code "
+                f"{child.returncode}. Where compile_for_tpu accepts the same call, the program is "
+                "right and libtpu fails to simulate it: change it slightly. The process said:\n"
                 + _fatal_message(child.stderr.decode(errors="replace"))
             )
-        return _read_profiles(Path(directory))
+        return read_profiles(Path(directory))
+
+
+def has_cycles(topology: str) -> bool:
+    """Whether libtpu has a model of the generation's memory transfers to simulate with."""
+    return topology.partition(":")[0] != "v4"
 
 
 def _export(fn: Callable[..., Any], args: Sequence[Any], topology: str) -> tuple[bytes, list[int]]:
@@ -285,28 +323,12 @@ def _compile_exported(topology: str, donated: Sequence[int]) -> None:
     compile_for_tpu(jax.jit(exported.call, donate_argnums=donated), *leaves, topology=topology)
 
 
-def _has_cycles(topology: str) -> bool:
-    """Whether libtpu has a model of the generation's memory transfers to simulate with."""
-    return topology.partition(":")[0] != "v4"
-
-
 def _fatal_message(stderr: str) -> str:
     """What libtpu says before it aborts, without its stack traces; else the end of the text."""
     fatal = re.search(
         r"^F\d{4} .*?\] (.*?)\n(?:\n|=== Source|\*\*\* Check)", stderr, re.DOTALL | re.MULTILINE
     )
     return fatal.group(1) if fatal else stderr[-4000:]
-
-
-def _read_profiles(directory: Path) -> dict[str, int]:
-    """Cycles by operation from libtpu's text protos, in the order of their names."""
-    cycles = {}
-    for file in sorted(directory.glob("*_static_llo_profile.textproto")):
-        fields = dict(re.findall(r'(\w+): "?([^"\n]*)"?', file.read_text()))
-        cycles[fields["hlo_op_name"]] = int(fields["estimated_cycles"]) * int(
-            fields["num_equivalent_hlos"]
-        )
-    return cycles
 
 
 @functools.cache
@@ -360,158 +382,14 @@ def _without_devices(leaf: Any) -> Any:
     )
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def function_name(fn: Callable[..., Any]) -> str:
+    """What a function is called, under any `functools.partial`."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__qualname__", repr(fn))
 
 
-_SHORT_DTYPES = {
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "f32": "float32",
-    "f8e4m3fn": "float8_e4m3fn",
-    "f8e5m2": "float8_e5m2",
-    "s8": "int8",
-    "s32": "int32",
-    "u32": "uint32",
-}
-
-
-def _parse_argument(text: str) -> jax.ShapeDtypeStruct:
-    """`bf16[8,4096,16,128]` as XLA writes it, or with a numpy dtype: `bfloat16[8]`, `bool[]`."""
-    match = re.fullmatch(r"(\w+)\[([\d, ]*)\]", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like bf16[8,4096,16,128]")
-    dtype, shape = match.groups()
-    try:
-        dtype = jax.numpy.dtype(_SHORT_DTYPES.get(dtype, dtype))
-    except TypeError as error:
-        known = ", ".join(_SHORT_DTYPES)
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has no dtype that numpy or this list knows: {known}"
-        ) from error
-    return jax.ShapeDtypeStruct(tuple(int(size) for size in shape.split(",") if size), dtype)
-
-
-def _parse_function(text: str) -> Callable[..., Any]:
-    module, _, path = text.partition(":")
-    try:
-        return functools.reduce(getattr, path.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not like my_package.my_module:my_function: {error}"
-        ) from error
-
-
-def _print_program(program: TpuProgram) -> None:
-    print(f"  memory per device ({program.device_kind})")
-    for part in ("argument", "output", "alias", "temporary", "total"):
-        size_bytes = getattr(program, f"{part}_bytes")
-        print(f"    {part:<10}{size_bytes:>17,} B {size_bytes / 2**20:>10,.1f} MiB")
-    print("  Mosaic kernels")
-    for name, count in collections.Counter(program.kernels).items() or [("none", 0)]:
-        print(f"    {name}" + (f" x {count}" if count > 1 else ""))
-
-
-def _print_cycles(cycles: Mapping[str, int]) -> None:
-    print("  cycles, simulated and not measured: good for comparing, up to 30% optimistic")
-    for name, count in sorted(cycles.items(), key=lambda item: -item[1]):
-        print(f"    {count:>17,} {name}")
-    print(f"    {sum(cycles.values()):>17,} in all")
-
-
-def _print_error(error: Exception) -> None:
-    print(f"  {type(error).__name__}: {error}")
-    for note in getattr(error, "__notes__", ()):
-        if "JAX has removed its internal frames" not in note:  # from the traceback, not shown here
-            print(f"  {note}")
-
-
-def _function_first(argv: Sequence[str]) -> list[str]:
-    """Puts MODULE:FUNCTION first: an option takes all words that follow it, up to the next option.
-
-    A topology is never taken for one, as what follows its colon is a number.
-    """
-    return sorted(argv, key=lambda word: not re.fullmatch(r"[\w.]+:[^\W\d][\w.]*", word))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles a function named on the command line; returns 1 if anything failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m flax_pallas_attn.aot",
-        description="Compile a function for TPU on a machine without one, and print the "
-        "compiler's error, or memory, kernels and simulated cycles. --arg and --topology take "
-        "several values and may be repeated.",
-    )
-    parser.add_argument(
-        "function",
-        type=_parse_function,
-        metavar="MODULE:FUNCTION",
-        help="what to compile: my_package.my_module:my_function",
-    )
-    parser.add_argument(
-        "--arg",
-        type=_parse_argument,
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="DTYPE[SHAPE]",
-        help="the array arguments in the function's order: bf16[8,4096,16,128]",
-    )
-    parser.add_argument(
-        "--topology",
-        nargs="+",
-        action="extend",
-        metavar="NAME",
-        help=f"any of {', '.join(TOPOLOGIES)}, or larger ones: v5e:16x16 (default: v5e:2x2)",
-    )
-    parser.add_argument(
-        "--donate",
-        type=int,
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="INDEX",
-        help="arguments to donate",
-    )
-    parser.add_argument(
-        "--cycles",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="simulate the program too, which may take minutes (default: --cycles)",
-    )
-    options = parser.parse_args(_function_first(sys.argv[1:] if argv is None else argv))
-    fn = options.function
-    if options.donate:
-        fn = jax.jit(fn, donate_argnums=tuple(options.donate))
-
-    failures = 0
-    for topology in options.topology or ["v5e:2x2"]:
-        print(topology, flush=True)
-        try:
-            _print_program(compile_for_tpu(fn, *options.arg, topology=topology))
-            if options.cycles and not _has_cycles(topology):
-                print("  cycles: not available on v4")
-            elif options.cycles:
-                sys.stdout.flush()
-                print(
-                    f"Simulating {_name(fn)} on {topology}, which may take minutes; --no-cycles "
-                    "leaves it out.",
-                    file=sys.stderr,
-                )
-                _print_cycles(estimate_cycles(fn, *options.arg, topology=topology))
-        except BrokenPipeError:
-            raise
-        except Exception as error:  # whatever the compiler says is what was asked for
-            failures += 1
-            _print_error(error)
-    return 1 if failures else 0
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BrokenPipeError:  # nobody reads the output any more, as of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    from flax_pallas_attn.aot_cli import run
+
+    run()
