@@ -46,8 +46,12 @@ def dot_product_attention(
     from it in that value may have its own head size, a row that may attend to nothing is zero, and
     the logsumexp is float32 and has gradients. Scores and softmax are at least float32.
 
-    Gradients are of first order and in reverse mode (`jax.grad`, `jax.vjp`). For `jax.jvp`,
-    `jax.linearize` and second derivatives say `implementation="reference"`.
+    Gradients are in reverse mode (`jax.grad`, `jax.vjp`). For `jax.jvp` and `jax.linearize`, at
+    which jax raises its own `TypeError` about `custom_vjp`, say `implementation="reference"`; for
+    second derivatives `"xla"` in forward over reverse mode (`jax.hessian`), else `"reference"`.
+
+    `jax.export` with a symbolic batch size takes "xla", with other symbolic sizes "reference". To
+    export for TPU on another machine, say for which, as `aot.topology_mesh` shows.
 
     Under `jax.checkpoint` the policy
     `jax.checkpoint_policies.save_only_these_names(*flax_pallas_attn.CHECKPOINT_NAMES)` saves output

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from flax_pallas_attn import input_checks
@@ -39,8 +40,8 @@ TILE_SCORES = 2**19
 
 def reasons_against(query: jax.Array, key: jax.Array, value: jax.Array) -> list[str]:
     """Why this form cannot take a call; empty when it can. Arguments as `attend`."""
-    symbolic = input_checks.symbolic_sizes(query, key, value, axes="TSH")
-    return [f"{symbolic}, and tiles are cut by number"] if symbolic else []
+    symbolic = input_checks.symbolic_sizes(query, key, value, axes="NTKSH")
+    return [f"{symbolic}: it takes a symbolic batch size, no other"] if symbolic else []
 
 
 def attend(
@@ -77,7 +78,7 @@ def attend(
         raise NotImplementedError(
             f'implementation="xla" cannot take this call: {"; ".join(reasons)}. Use '
             'implementation="reference", whose memory grows with T * S, or export once for each '
-            "size."
+            "of the sizes."
         )
     most_queries, most_keys = tiles or (_largest_tile(query.shape[0] * query.shape[1]),) * 2
     plan = _Plan(
@@ -108,6 +109,8 @@ class _Plan:
 
 def _largest_tile(rows: int) -> int:
     """The power of two, from 64 to 512, that keeps `rows` squares within `TILE_SCORES`."""
+    if jax.export.is_symbolic_dim(rows):
+        return 64
     return min(max(64, 2 ** int(math.log2(TILE_SCORES / rows) / 2)), 512)
 
 

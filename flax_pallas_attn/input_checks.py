@@ -226,8 +226,8 @@ def check_flag(flag, name: str) -> bool:
     return bool(flag)
 
 
-def symbolic_sizes(query: jax.Array, key: jax.Array, value: jax.Array, axes: str = "BNKTSH") -> str:
-    """What `jax.export` left open of the sizes of heads-first arrays, in words; "" for nothing.
+def symbolic_sizes(query: jax.Array, key: jax.Array, value: jax.Array, axes: str) -> str:
+    """Sizes that are symbolic, as `jax.export` allows: "B=b, T=t", or "" for none.
 
     Args:
       query: `[B, N, T, H]`.
@@ -235,12 +235,13 @@ def symbolic_sizes(query: jax.Array, key: jax.Array, value: jax.Array, axes: str
       value: `[B, K, S, Hv]`.
       axes: Letters of those that matter; H stands for Hv too.
     """
-    found = {}
-    for letters, x in (("BNTH", query), ("BKSH", key), ("BKSH", value)):
-        for letter, size in zip(letters, x.shape, strict=True):
-            if letter in axes and jax.export.is_symbolic_dim(size):
-                found.setdefault(letter, size)
-    return ", ".join(f"{letter} is the symbolic dimension {size}" for letter, size in found.items())
+    sizes = {
+        letter: size
+        for letters, x in (("BKSH", value), ("BKSH", key), ("BNTH", query))
+        for letter, size in zip(letters, x.shape, strict=True)
+        if jax.export.is_symbolic_dim(size)
+    }
+    return ", ".join(f"{letter}={sizes[letter]}" for letter in axes if letter in sizes)
 
 
 def check_rule(rule):
@@ -335,7 +336,9 @@ def _check_positions(offset, positions, batch, queries, keys) -> tuple[int, Posi
                 "Positions(query=[B, T], key=[B, S])."
             )
         return 0, _check_pair(positions, "positions", batch, queries, keys)
-    most = MOST_OFFSET - queries - keys
+    most = MOST_OFFSET - sum(
+        size for size in (queries, keys) if not jax.export.is_symbolic_dim(size)
+    )
     if isinstance(offset, numbers.Integral):
         _check_distance(int(offset), most)
         return int(offset), None
@@ -467,8 +470,14 @@ def check_scale(scale, head_dim: int) -> float | jax.Array:
 
     Raises:
       ValueError: It is no number.
+      NotImplementedError: The head size is symbolic, and no scale was passed.
     """
     if scale is None:
+        if jax.export.is_symbolic_dim(head_dim):
+            raise NotImplementedError(
+                f"scale=None is H ** -0.5, and the head size H is the symbolic dimension "
+                f"{head_dim}. Export once for each head size, or pass scale."
+            )
         return head_dim**-0.5
     if isinstance(scale, numbers.Real):
         return float(scale)

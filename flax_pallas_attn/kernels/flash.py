@@ -73,8 +73,10 @@ def plan(
         reasons.append(
             f"dtype {query.dtype} has no TPU kernel (Mosaic compiles bfloat16 and float32)"
         )
-    if symbolic := input_checks.symbolic_sizes(query, key, value):
-        reasons.append(f"{symbolic} while the kernels' grid needs numbers")
+    if symbolic := input_checks.symbolic_sizes(query, key, value, axes="BNTKSH"):
+        reasons.append(
+            f"{symbolic}: the kernels take no symbolic size (export once for each of the sizes)"
+        )
         return Plan(reasons=reasons, is_folded=False, group=1, shape=None, tiles=None)
     is_folded = key.shape[1] < query.shape[1] and query.shape[2] < LANES
     bias = logits.bias
@@ -157,13 +159,29 @@ def _attend(query, key, value, mask, score_options, options: _Options):
     return jax.lax.platform_dependent(*arrays, tpu=reusing, default=fresh)
 
 
+@jax.custom_jvp
+def _differentiated_once(arrays):
+    """The arrays. Their tangents would have to pass through a kernel, of which jax knows none."""
+    return arrays
+
+
+@_differentiated_once.defjvp
+def _differentiated_twice(primals, tangents):
+    raise NotImplementedError(
+        'implementation="pallas" has first derivatives in reverse mode alone (jax.grad, jax.vjp), '
+        'and this asks for a second one. Use implementation="xla" for jax.hessian and jax.jvp of '
+        'jax.grad (forward over reverse), or "reference" for all others.'
+    )
+
+
 def _attend_forward(query, key, value, mask, score_options, options: _Options):
-    arrays = (query, key, value, mask, score_options)
+    arrays = _differentiated_once((query, key, value, mask, score_options))
     results = named(*flash_forward(*arrays, **_as_arguments(options), reuse_query=False))
     return results, (arrays, results)
 
 
 def _attend_backward(options: _Options, residuals, gradients):
+    residuals, gradients = _differentiated_once((residuals, gradients))
     (query, key, value, mask, score_options), (output, logsumexp) = residuals
     output_gradient, logsumexp_gradient = gradients
     delta = jnp.einsum(
