@@ -88,7 +88,8 @@ def dot_product_attention(
       sharding: Mesh axes that split batch and heads; None reads them off the arrays' types or, on
         Auto axes of the mesh that is set, takes `data` and `fsdp` for the batch and `tensor` for
         the heads.
-      tiles: Tile sizes of the TPU kernels; None chooses.
+      tiles: Tile sizes of the TPU kernels; None chooses. `explain_attention` tells which, and the
+        VMEM that they take.
       implementation: "pallas" (TPU kernels), "xla" (tile by tile, any device), "reference"
         (plain), or None: on the platform that the program is compiled for, the first of these that
         takes the call. "pallas" compiled for a CPU needs the TPU interpreter around the call, `with

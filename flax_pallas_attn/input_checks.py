@@ -420,11 +420,12 @@ def _check_dense(x, name, full):
             "missing leading axis where it broadcasts."
         )
     padded = x.reshape((1,) * (4 - x.ndim) + x.shape)
-    for axis, size, expected in zip("BNTS", padded.shape, full, strict=True):
+    axes = ("B (batch)", "N (query heads)", "T (queries)", "S (keys)")
+    for axis, size, expected in zip(axes, padded.shape, full, strict=True):
         if size not in (1, expected):
             raise ValueError(
                 f"{name} has shape {x.shape}: its axis {axis} has size {size}, 1 or {expected} is "
-                "expected."
+                f"expected, so that it broadcasts to [B, N, T, S] = {list(full)}."
             )
     return padded
 

@@ -170,15 +170,16 @@ WRONG = {
     ),
     "mask turned": (
         {"mask": integers(S, T)},
-        r"mask has shape \(7, 5\): its axis T has size 7, 1 or 5 is expected",
+        r"mask has shape \(7, 5\): its axis T \(queries\) has size 7, 1 or 5 is expected",
     ),
     "mask per key head": (
         {"mask": integers(B, K, T, S)},
-        r"mask has shape \(2, 2, 5, 7\): its axis N has size 2, 1 or 4 is expected",
+        r"mask has shape \(2, 2, 5, 7\): its axis N \(query heads\) has size 2, 1 or 4 is "
+        r"expected, so that it broadcasts to \[B, N, T, S\] = \[2, 4, 5, 7\]",
     ),
     "bias of another batch": (
         {"bias": zeros(3, N, T, S)},
-        r"bias has shape \(3, 4, 5, 7\): its axis B has size 3, 1 or 2 is expected",
+        r"bias has shape \(3, 4, 5, 7\): its axis B \(batch\) has size 3, 1 or 2 is expected",
     ),
     "bias is a mask": (
         {"bias": zeros(T, S, dtype=bool)},
@@ -203,6 +204,18 @@ WRONG = {
     "dropout of everything": (
         {"dropout": Dropout(rate=1.0, key=jax.random.key(0))},
         r"dropout\.rate=1\.0 must lie in \[0, 1\) and be known",
+    ),
+    "bias of fewer keys": (
+        {"bias": zeros(N, 1, 5)},
+        r"bias has shape \(4, 1, 5\): its axis S \(keys\) has size 5, 1 or 7 is expected",
+    ),
+    "dropout of less than nothing": (
+        {"dropout": Dropout(rate=-0.1, key=jax.random.key(0))},
+        r"dropout\.rate=-0\.1 must lie in \[0, 1\)",
+    ),
+    "dropout of no number": (
+        {"dropout": Dropout(rate=float("nan"), key=jax.random.key(0))},
+        r"dropout\.rate=nan must lie in \[0, 1\)",
     ),
     "dropout without a key": (
         {"dropout": Dropout(rate=0.5, key=None)},  # pyright: ignore

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from flax_pallas_attn import Tiles, aot
+from flax_pallas_attn import Tiles, aot, dot_product_attention
 from flax_pallas_attn.kernels import tiles as tiles_lib
 from flax_pallas_attn.kernels.tiles import Shape
 from flax_pallas_attn.masking import Mask
@@ -190,3 +190,44 @@ def test_gradients_of_keys_stay_in_vmem_while_they_fit():
         for keys, fit in ((1024, True), (2**17, False)):
             case = shape(keys=keys)
             assert tiles_lib.key_gradients_fit(tiles_lib.default_tiles(case), case) == fit
+
+
+# The least there are: chunks are what a test makes too large.
+SMALL = dict.fromkeys(SIZES, 128)
+
+
+def traced(kind, tiles, wants_gradient):
+    """Traces 4096 bfloat16 tokens of head size 128 with these tiles, for a TPU of this kind."""
+    x = jax.ShapeDtypeStruct((1, 4096, 2, 128), jnp.bfloat16)
+
+    def forward(x):
+        return dot_product_attention(x, x, x, tiles=Tiles(**SMALL | tiles)).astype(jnp.float32)
+
+    fn = jax.grad(lambda x: forward(x).sum()) if wants_gradient else forward
+    with compiled_for(kind):
+        return jax.eval_shape(fn, x)
+
+
+def test_tiles_that_do_not_fit_are_refused():
+    """With what they need, what there is, and what to do."""
+    tiles = {"key_chunk": 2**16}
+    with pytest.raises(
+        ValueError,
+        match=r"tiles=Tiles\(query=128, key=128, key_chunk=65536, \.\.\.\) do not fit: the forward "
+        r"kernel needs some \d\d,\d{3},\d{3} bytes of VMEM with them, TPU v4 has 14,260,633 for "
+        r"it\. Choose smaller ones, key_chunk first, or leave tiles out",
+    ):
+        traced("TPU v4", tiles, wants_gradient=False)
+    traced("TPU v5 lite", tiles, wants_gradient=True)
+
+
+def test_tiles_of_the_backward_kernel_count_where_there_is_a_gradient():
+    tiles = {"backward_query_chunk": 2**15}
+    traced("TPU v4", tiles, wants_gradient=False)
+    with pytest.raises(ValueError, match=r"backward_query_chunk=32768, .* the backward kernel"):
+        traced("TPU v4", tiles, wants_gradient=True)
+
+
+def test_tiles_are_not_refused_where_no_tpu_is_known_of():
+    """They may be meant for one with more memory; the compiler has the last word."""
+    traced("CPU", {"key_chunk": 2**20, "backward_query_chunk": 2**20}, wants_gradient=True)

@@ -85,7 +85,7 @@ def plan(
         bias = options.bias
     shape = tiles_lib.shape_of(query, key, value, mask, bias)
     if tiles is not None:
-        tiles_lib.check_fit("forward", tiles_lib.forward_vmem_bytes(tiles, shape))
+        tiles_lib.check_fit(tiles, "forward", tiles_lib.forward_vmem_bytes(tiles, shape))
     else:
         try:
             tiles = tiles_lib.default_tiles(shape)
@@ -175,6 +175,9 @@ def _differentiated_twice(primals, tangents):
 
 
 def _attend_forward(query, key, value, mask, score_options, options: _Options):
+    shape = tiles_lib.shape_of(query, key, value, mask, score_options.bias)
+    need_bytes = tiles_lib.backward_vmem_bytes(options.tiles, shape, keys_in_vmem=0)
+    tiles_lib.check_fit(options.tiles, "backward", need_bytes)
     arrays = _differentiated_once((query, key, value, mask, score_options))
     results = named(*flash_forward(*arrays, **_as_arguments(options), reuse_query=False))
     return results, (arrays, results)

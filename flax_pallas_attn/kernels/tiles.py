@@ -179,10 +179,11 @@ def backward_keys_in_vmem(tiles: Tiles, shape: Shape, group: int) -> int:
     return tiles.backward_key
 
 
-def check_fit(kernel: str, need_bytes: int) -> None:
+def check_fit(tiles: Tiles, kernel: str, need_bytes: int) -> None:
     """Refuses a caller's tiles that do not fit the generation compiled for, where that is known.
 
     Args:
+      tiles: The caller's.
       kernel: "forward" or "backward".
       need_bytes: VMEM that it needs with them.
 
@@ -190,16 +191,18 @@ def check_fit(kernel: str, need_bytes: int) -> None:
       ValueError: They do not fit.
     """
     kind, limit = tpu_kind(), vmem_limit_bytes()
-    if kind is not None and need_bytes > limit:
-        sizes = {
-            "forward": "query, key and key_chunk",
-            "backward": "backward_key, backward_query and backward_query_chunk",
-        }[kernel]
-        raise ValueError(
-            f"tiles: with them the {kernel} kernel needs some {need_bytes:,} bytes of VMEM, and "
-            f"{kind} has {limit:,} for it. Choose a smaller {sizes}, the chunk first, or leave "
-            "tiles out."
-        )
+    if kind is None or need_bytes <= limit:
+        return
+    names = {
+        "forward": ("query", "key", "key_chunk"),
+        "backward": ("backward_key", "backward_query", "backward_query_chunk"),
+    }[kernel]
+    sizes = ", ".join(f"{name}={getattr(tiles, name)}" for name in names)
+    raise ValueError(
+        f"tiles=Tiles({sizes}, ...) do not fit: the {kernel} kernel needs some {need_bytes:,} "
+        f"bytes of VMEM with them, {kind} has {limit:,} for it. Choose smaller ones, "
+        f"{names[-1]} first, or leave tiles out."
+    )
 
 
 def default_tiles(shape: Shape) -> Tiles:
