@@ -7,7 +7,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from flax_pallas_attn import Alibi, Dropout, SegmentIds, aot, dot_product_attention
@@ -275,3 +275,14 @@ def test_the_kernels_inside_a_callers_shard_map(interpret):
         check_vma=False,
     )
     assert_close(jax.jit(mapped)(*arrays), step(*arrays, implementation="reference"))
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_callers_shard_map_compiled_for_tpu(check_vma):
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(step, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
+    x = jax.ShapeDtypeStruct((4, 256, 2, 64), jnp.bfloat16)
+    program = aot.compile_for_tpu(mapped, x, x, x, mesh=mesh)
+    assert sorted(program.kernels) == ["flash_backward", "flash_forward"]
+    assert program.collectives == {}
