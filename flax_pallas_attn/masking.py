@@ -148,11 +148,11 @@ class Mask:
           bool of the broadcast shape, or None where nothing is hidden.
         """
         conditions = []
-        distance = query.position - key.position
+        # A bound is taken from the query's side, before the two sides meet in T by S pairs.
         if self.lower is not None:
-            conditions.append(distance >= self.lower)
+            conditions.append(key.position <= query.position - self.lower)
         if self.upper is not None:
-            conditions.append(distance <= self.upper)
+            conditions.append(key.position >= query.position - self.upper)
         if self.rule is not None:
             conditions.append(self.rule(query.position, key.position))
         if self.segment_ids is not None:

@@ -27,7 +27,7 @@ from flax_pallas_attn.kernels.score_tiles import (
     score_inputs,
     score_specs,
 )
-from flax_pallas_attn.kernels.tiles import UNIT, Tiles
+from flax_pallas_attn.kernels.tiles import Tiles
 from flax_pallas_attn.kernels.walk import Unit, Walk
 from flax_pallas_attn.masking import Mask
 
@@ -105,7 +105,7 @@ def flash_backward(
     walk = Walk(
         mask=jax.tree.map(jax.typeof, mask),
         by_query=False,
-        unit=UNIT,
+        unit=tiles_lib.unit(),
         query_size=size,
         key_size=key_size,
         queries=queries,
@@ -271,7 +271,7 @@ def _kernel(
         key, value, query, output_gradient = operands(tile, unit)
         return dot(key, query, (1, 0), precision), dot(value, output_gradient, (1, 0), precision)
 
-    def visit(tile, units: list[Unit]):
+    def visit(tile, units: list[Unit], *_):
         ahead = [products(tile, unit) for unit in units[:LOOK_AHEAD]]
         for i, unit in enumerate(units):
             if i + LOOK_AHEAD < len(units):

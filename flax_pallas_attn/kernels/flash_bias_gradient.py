@@ -25,7 +25,7 @@ from flax_pallas_attn.kernels.score_tiles import (
     score_inputs,
     score_specs,
 )
-from flax_pallas_attn.kernels.tiles import UNIT, Tiles
+from flax_pallas_attn.kernels.tiles import Tiles
 from flax_pallas_attn.kernels.walk import Walk
 from flax_pallas_attn.masking import Mask
 
@@ -60,8 +60,8 @@ def flash_bias_gradient(
     batch, heads, queries, head_dim = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
     group = heads // kv_heads
-    size = min(tiles.backward_query, UNIT)
-    key_size = min(tiles.backward_key, UNIT)
+    size = min(tiles.backward_query, tiles_lib.unit())
+    key_size = min(tiles.backward_key, tiles_lib.unit())
     walk = Walk(
         mask=jax.tree.map(jax.typeof, mask),
         by_query=True,

@@ -23,8 +23,9 @@ from flax_pallas_attn.kernels import tiles as tiles_lib
 from flax_pallas_attn.kernels.online_softmax import (
     LN_2,
     LOG2_E,
+    SUBLANES,
     dot,
-    finite,
+    finite_columns,
     softmax_step,
 )
 from flax_pallas_attn.kernels.score_tiles import (
@@ -35,7 +36,7 @@ from flax_pallas_attn.kernels.score_tiles import (
     score_inputs,
     score_specs,
 )
-from flax_pallas_attn.kernels.tiles import UNIT, Tiles
+from flax_pallas_attn.kernels.tiles import LANES, Tiles
 from flax_pallas_attn.kernels.walk import Unit, Walk
 from flax_pallas_attn.masking import Mask
 
@@ -43,7 +44,7 @@ LOOK_AHEAD = 5
 """Units between the product of query and key of a unit and its softmax."""
 
 SUM_ROWS = 16
-"""Rows before those of the output: 8 times the row's sum, 8 times what is not finite in it."""
+"""Rows before those of the output: the sum of 8 is that of the row, of 8 what is not finite in it."""
 
 
 class _Inputs(NamedTuple):
@@ -97,7 +98,7 @@ def flash_forward(
     walk = Walk(
         mask=jax.tree.map(jax.typeof, mask),
         by_query=True,
-        unit=UNIT,
+        unit=tiles_lib.unit(),
         query_size=tiles.query,
         key_size=tiles.key,
         queries=queries,
@@ -188,32 +189,35 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
         scratch.maximum[...] = jnp.full_like(scratch.maximum, -jnp.inf)
         scratch.sums[...] = jnp.zeros_like(scratch.sums)
 
-    query = inputs.query[0, 0]
-    query = (query.astype(jnp.float32) * (scale * LOG2_E)).astype(query.dtype)
+    dtype = inputs.query.dtype
+    query = inputs.query[0, 0].astype(jnp.float32) * (scale * LOG2_E)
     width, step = walk.unit_queries, walk.unit_keys
     chunk_tiles = tiles.key_chunk // tiles.key
+    ends_in_visit = chunks == 1 and walk.has_known_end
 
     def product(tile, unit: Unit):
         keys = pl.ds(tile * tiles.key + unit.key, step)
-        part = query[unit.query : unit.query + width]
+        part = query[unit.query : unit.query + width].astype(dtype)
         return dot(inputs.key[0, 0, keys, :], part, (1, 1), precision)
 
     # The products that a tile begins with wait in scratch memory, put there by the one before.
-    leading = walk.all_units(False)[:LOOK_AHEAD]
-    lanes_of = {unit.place: pl.ds(i * width, width) for i, unit in enumerate(leading)}
+    def put_leading(tile, units: list[Unit]):
+        def put(i, unit):
+            scratch.products[:, pl.ds(i * width, width)] = product(tile, unit)
 
-    def put_leading(tile, unit: Unit):
-        scratch.products[:, lanes_of[unit.place]] = product(tile, unit)
+        return [functools.partial(put, i, unit) for i, unit in enumerate(units[:LOOK_AHEAD])]
 
-    def visit(tile, units: list[Unit]):
-        next_tile = jnp.minimum(tile + 1, chunk_tiles - 1)
-        products = {place: scratch.products[:, lanes] for place, lanes in lanes_of.items()}
+    def visit(tile, units: list[Unit], expected: list[Unit], following: list[Unit]):
+        products = {
+            unit.place: scratch.products[:, pl.ds(i * width, width)]
+            for i, unit in enumerate(expected[:LOOK_AHEAD])
+        }
 
         def put(unit):
             products[unit.place] = product(tile, unit)
 
-        ahead = [functools.partial(put, unit) for unit in units if unit.place not in lanes_of]
-        ahead += [functools.partial(put_leading, next_tile, unit) for unit in leading]
+        ahead = [functools.partial(put, unit) for unit in units if unit.place not in products]
+        ahead += put_leading(jnp.minimum(tile + 1, chunk_tiles - 1), following)
         maximums = {}
         for unit in units:
             if ahead:
@@ -225,6 +229,8 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
             maximums[unit.query] = visit_unit(
                 tile, unit, products.pop(unit.place), maximums[unit.query]
             )
+            if ends_in_visit and unit.is_last:
+                finish(unit.query, maximums.pop(unit.query))
         for put_later in ahead:
             put_later()
         for first, maximum in maximums.items():
@@ -241,49 +247,73 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
         )
         scores, _ = part.scores(products)
         value = inputs.value[0, 0, pl.ds(offset, step), :].T
-        not_finite = jnp.zeros((1, step), jnp.float32)
+        is_bad = None
         if unit.is_cut:
             scores = jnp.where(part.visible(), scores, -jnp.inf)
             # What is not finite must not meet the zeros of hidden keys: its share is summed apart.
-            zeros = value.astype(jnp.float32) * 0.0
-            not_finite = jnp.where(jnp.sum(zeros, axis=0, keepdims=True) == 0.0, 0.0, 1.0)
-            value = finite(value)
+            value, is_bad = finite_columns(value)
         probabilities, shrink, maximum = softmax_step(scores, maximum)
         (kept,) = part.dropped(probabilities)
-        probabilities, kept = probabilities.astype(value.dtype), kept.astype(value.dtype)
-        row = jax.lax.broadcasted_iota(jnp.int32, (SUM_ROWS, step), 0)
-        of_sums = jnp.where(row < SUM_ROWS // 2, 1.0, not_finite).astype(value.dtype)
-        if inputs.scores.dropout_rows is None:
-            sums = dot(jnp.concatenate([of_sums, value]), kept, (1, 0), precision)
-        else:
-            operands = ((of_sums, probabilities), (value, kept))
-            sums = jnp.concatenate([dot(*pair, (1, 0), precision) for pair in operands])
         lanes = pl.ds(unit.query, width)
-        scratch.sums[:, lanes] = scratch.sums[:, lanes] * shrink + sums
+        if unit.is_cut or tiles_lib.unit() > LANES:
+            of_sums = _rows_of_sums(dtype, step, is_bad)
+            if inputs.scores.dropout_rows is None:
+                operands = [(jnp.concatenate([of_sums, value]), kept)]
+            else:
+                operands = [(of_sums, probabilities), (value, kept)]
+            sums = [dot(x, y.astype(dtype), (1, 0), precision) for x, y in operands]
+        else:
+            of_rows = jnp.sum(probabilities.reshape(-1, SUBLANES, width), axis=0)
+            of_values = dot(value, kept.astype(dtype), (1, 0), precision)
+            sums = [of_rows, jnp.zeros_like(of_rows), of_values]
+        scratch.sums[:, lanes] = scratch.sums[:, lanes] * shrink + jnp.concatenate(sums)
         return maximum
 
-    span = walk.span(pl.program_id(0), query_tile, *spans_refs)
-    first_tile = chunk * chunk_tiles
-    start = walk.first_visited(span, first_tile, chunk_tiles)
-    for unit in leading:
-        put_leading(start, unit)
-    walk.visit(query_tile, span, first_tile, chunk_tiles, visit)
-
-    @pl.when(chunk == chunks - 1)
-    def _():
-        maximum, total = scratch.maximum[...], scratch.sums[:1]
-        not_finite = scratch.sums[SUM_ROWS // 2 : SUM_ROWS // 2 + 1] > 0
+    def finish(first: int, maximum):
+        lanes = pl.ds(first, width)
+        of_rows, of_bad = scratch.sums[:SUBLANES, lanes], scratch.sums[SUBLANES:SUM_ROWS, lanes]
+        total, bad = (jnp.sum(x, axis=0, keepdims=True) for x in (of_rows, of_bad))
         is_empty = total == 0
         factor = 1 / (1 - options.dropout_rate)
         if inputs.scores.sinks is not None:
             of_sink, shrink, maximum = softmax_step(inputs.scores.sinks[0, 0] * LOG2_E, maximum)
             total = total * shrink + of_sink
             factor *= shrink
-        total = jnp.where(not_finite, jnp.nan, total)
+        total = jnp.where(bad > 0, jnp.nan, total)
         factor = jnp.where(is_empty, 0.0, factor / total)
-        output_ref[0, 0] = (scratch.sums[SUM_ROWS:] * factor).T.astype(output_ref.dtype)
+        output = (scratch.sums[SUM_ROWS:, lanes] * factor).astype(dtype)
+        output_ref[0, 0, lanes, :] = output.T
         logsumexp = jnp.where(is_empty, -jnp.inf, (maximum + jnp.log2(total)) * LN_2)
-        logsumexp_ref[0, 0] = logsumexp
+        logsumexp_ref[0, 0, :, lanes] = logsumexp
+
+    span = walk.span(pl.program_id(0), query_tile, *spans_refs)
+    first_tile = chunk * chunk_tiles
+    start = walk.first_visited(span, first_tile, chunk_tiles)
+    for put in put_leading(start, walk.all_units(False)):
+        put()
+    walk.visit(query_tile, span, first_tile, chunk_tiles, visit)
+
+    if not ends_in_visit:
+
+        @pl.when(chunk == chunks - 1)
+        def _():
+            for first in range(0, tiles.query, width):
+                finish(first, scratch.maximum[:, pl.ds(first, width)])
+
+
+def _rows_of_sums(dtype, keys: int, is_bad) -> jax.Array:
+    """What the first rows of a product with probabilities multiply them by.
+
+    `[SUM_ROWS, keys]`: ones in row 0, and in rows beyond the first 8 ones where `is_bad`. Put
+    together from bits, so that the compiler has it where a product takes it.
+    """
+    rows = SUM_ROWS * dtype.itemsize // 4
+    one = 0x3F80 if dtype == jnp.bfloat16 else 0x3F800000
+    row = jax.lax.broadcasted_iota(jnp.int32, (rows, keys), 0)
+    bits = jnp.where(row == 0, one, 0)
+    if is_bad is not None:
+        bits = jnp.where((row >= rows // 2) & is_bad, one, bits)
+    return pltpu.bitcast(bits, dtype)
 
 
 def _cost(query, key, value, walk: Walk, tiles: Tiles) -> pl.CostEstimate:

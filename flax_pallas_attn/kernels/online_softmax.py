@@ -5,13 +5,17 @@ sum of a softmax row are elementwise operations between registers, and what belo
 one lane of a `[1, queries]` row. They are in base 2: the factor log2(e) is folded into the query.
 """
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+SUBLANES = 8
+"""Rows of 32 bits in a register."""
 
 
 def dot(lhs, rhs, contract: tuple[int, int], precision) -> jax.Array:
@@ -36,6 +40,34 @@ def dot(lhs, rhs, contract: tuple[int, int], precision) -> jax.Array:
 def finite(x: jax.Array) -> jax.Array:
     """`x` with zeros for NaN and inf: a probability of zero times NaN would be NaN."""
     return jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x, jnp.zeros_like(x))
+
+
+def finite_columns(x) -> tuple[jax.Array, jax.Array]:
+    """`x` with zeros for each column that holds NaN or inf, and which those are.
+
+    Args:
+      x: `[rows, columns]`, bfloat16 or float32.
+
+    Returns:
+      `[rows, columns]`, and `[1, columns]` bool.
+    """
+    rows, dtype = x.shape[0], x.dtype
+    if rows % (SUBLANES * 4 // dtype.itemsize):  # rows that do not fill registers
+        x = jnp.pad(x.astype(jnp.float32), ((0, -rows % SUBLANES), (0, 0)))
+    bits = pltpu.bitcast(x, jnp.int32)
+    # Where the exponent is all ones, one more reaches the sign. Of two bfloat16 in 32 bits neither
+    # carries into the other.
+    if x.dtype == jnp.bfloat16:
+        exponent, one, sign = 0x7F807F80, 0x00800080, -0x7FFF8000
+    else:
+        exponent, one, sign = 0x7F800000, 0x00800000, -0x80000000
+    signs = (bits & exponent) + one
+    blocks = [signs[i : i + SUBLANES] for i in range(0, len(signs), SUBLANES)]
+    signs = functools.reduce(jnp.bitwise_or, blocks)
+    for half in (4, 2, 1):
+        signs = signs[:half] | signs[half:]
+    is_bad = (signs & sign) != 0
+    return pltpu.bitcast(jnp.where(is_bad, 0, bits), x.dtype)[:rows].astype(dtype), is_bad
 
 
 def softmax_step(scores, maximum):

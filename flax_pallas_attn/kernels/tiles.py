@@ -26,8 +26,8 @@ _LEAST_VMEM_BYTES = min(_VMEM_BYTES.values())
 # What the compiler keeps for itself, and what an estimate may be off by.
 _USABLE_VMEM = 0.85
 
-UNIT = 256
-"""Queries and keys of a unit: what a kernel computes at once, of the tiles that it visits."""
+# Of the generations whose matrix units are not 128 wide (`pltpu.get_tpu_info`, jax 0.12).
+_MXU_SIZES = {"TPU v6 lite": 256, "TPU v6e": 256, "TPU7x": 256}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +122,15 @@ def tpu_kind() -> str | None:
     return None
 
 
+def unit() -> int:
+    """Queries and keys of a unit: what a kernel computes at once, of the tiles that it visits.
+
+    As wide as a matrix unit of the generation compiled for; 256 where none is known.
+    """
+    kind = tpu_kind()
+    return 256 if kind is None else _MXU_SIZES.get(kind, LANES)
+
+
 def vmem_limit_bytes(estimate: int | None = None) -> int:
     """VMEM that a kernel may use: of the generation compiled for, or of the smallest one.
 
@@ -137,10 +146,10 @@ def forward_vmem_bytes(tiles: Tiles, shape: Shape) -> int:
     width = _lanes(shape.head_dim) + _lanes(shape.value_dim)
     blocks = (tiles.query + tiles.key_chunk) * width * shape.itemsize
     blocks += shape.pair_bytes * tiles.query * tiles.key_chunk
-    unit = min(UNIT, tiles.query) * min(UNIT, tiles.key) * 4
+    scores = min(unit(), tiles.query) * min(unit(), tiles.key) * 4
     # Products that were computed ahead, what is in the softmax, and the scaled query or the output
     # (of float32 operands the compiler keeps parts in bfloat16 besides).
-    live = 12 * unit + tiles.query * width * 2 * shape.itemsize
+    live = 12 * scores + tiles.query * width * 2 * shape.itemsize
     return 2 * blocks + tiles.query * (shape.value_dim + 16) * 4 + live
 
 
@@ -154,7 +163,7 @@ def backward_vmem_bytes(tiles: Tiles, shape: Shape, keys_in_vmem: int) -> int:
     blocks += shape.pair_bytes * chunk * key
     scratch = chunk * (head * 4 + (head + value) * shape.itemsize)
     scratch += (keys_in_vmem + 2 * key) * (head + value) * 4
-    live = 12 * min(UNIT, key) * min(UNIT, tiles.backward_query) * 4
+    live = 12 * min(unit(), key) * min(unit(), tiles.backward_query) * 4
     live += (key + tiles.backward_query) * (head + value) * shape.itemsize  # being transposed
     return 2 * blocks + scratch + live
 
@@ -226,14 +235,14 @@ def default_tiles(shape: Shape) -> Tiles:
             sizes = [2048, *sizes]
 
     def forward(size: int) -> _Candidate:
-        query = min(size, _whole_units(shape.queries, UNIT))
+        query = min(size, _whole_units(shape.queries, unit()))
         # A band is known unit by unit where the tiles of the axis that walks hold whole others.
-        key = math.gcd(query, min(size, _whole_units(shape.keys, UNIT)))
+        key = math.gcd(query, min(size, _whole_units(shape.keys, unit())))
         return _Candidate("key_chunk", key, shape.keys, {"query": query, "key": key})
 
     def backward(size: int) -> _Candidate:
-        key = min(size, _whole_units(shape.keys, UNIT))
-        query = math.gcd(key, min(size, _whole_units(shape.queries, UNIT)))
+        key = min(size, _whole_units(shape.keys, unit()))
+        query = math.gcd(key, min(size, _whole_units(shape.queries, unit())))
         sizes = {"backward_query": query, "backward_key": key}
         return _Candidate("backward_query_chunk", query, shape.queries, sizes)
 

@@ -25,11 +25,13 @@ class Unit(NamedTuple):
       query: Of its first query in the tile.
       key: Of its first key in the tile.
       is_cut: Whether the mask hides a part of it.
+      is_last: Whether it is known to be the last that its queries meet.
     """
 
     query: int
     key: int
     is_cut: bool
+    is_last: bool = False
 
     @property
     def place(self) -> tuple[int, int]:
@@ -130,7 +132,7 @@ class Walk:
         return span(tile, self.query_size, self.key_size, queries, keys)
 
     def visit(self, tile, span: Span, first, tiles: int, body: Callable) -> None:
-        """Calls `body(other_tile, units)` for what `tile` meets among `first .. first + tiles`.
+        """Calls `body` for what `tile` meets among `first .. first + tiles`.
 
         One after another, from `first_visited` on, without a gap.
 
@@ -139,16 +141,20 @@ class Walk:
           span: Its span.
           first: First of the other axis' tiles that are at hand; an int where all are.
           tiles: How many are at hand.
-          body: Gets the other tile, counted from `first`, and the static list of its units.
+          body: Gets the other tile, counted from `first`, the static list of its units, that of
+            the units that the body before was told to expect (of the first one: `all_units`), and
+            that of those to expect next; none at a known end.
         """
         start, full_start, full_stop, stop = span
+        usual = self.all_units(False)
         if not self.is_band:
             for lower, upper, is_cut in (
                 (start, full_start, True),
                 (full_start, full_stop, False),
                 (full_stop, stop, True),
             ):
-                self._loop(lower, upper, first, tiles, body, self.all_units(is_cut))
+                units = self.all_units(is_cut)
+                self._loop(lower, upper, first, tiles, body, (units, usual, usual))
             return
         own_size, other_size = self._sizes
         other_count = self._counts[1]
@@ -162,22 +168,60 @@ class Walk:
                     other = own * ratio + step
                     is_complete = (other >= 0) & (other < complete)
                     units = self._units(distance, own_extent, other_size)
-                    self._at(other, is_complete, first, tiles, body, units)
+                    self._at(other, is_complete, first, tiles, body, (units, usual, usual))
                     if last_size and any(own * ratio + step == complete for own in candidates):
                         units = self._units(distance, own_extent, last_size)
-                        self._at(other, other == complete, first, tiles, body, units)
+                        is_last = other == complete
+                        self._at(other, is_last, first, tiles, body, (units, usual, usual))
 
                 before, after = self._cut_steps()
                 for step_and_distance in before:
                     cut(*step_and_distance)
                 whole = self._units(None, own_extent, other_size)
-                self._loop(full_start, _minimum(full_stop, complete), first, tiles, body, whole)
+                stop = _minimum(full_stop, complete)
+                self._loop(full_start, stop, first, tiles, body, (whole, usual, usual))
                 if last_size and any(self._is_whole(own, complete) for own in candidates):
                     is_last = (full_start <= complete) & (complete < full_stop)
                     whole = self._units(None, own_extent, last_size)
-                    self._at(complete, is_last, first, tiles, body, whole)
+                    self._at(complete, is_last, first, tiles, body, (whole, usual, usual))
+                if self.has_known_end and isinstance(first, int):
+                    rounds = self._end()
+                    expected = usual
+                    for (step, units), (_, following) in zip(
+                        rounds, [*rounds[1:], (None, [])], strict=True
+                    ):
+                        body(own * ratio + step - first, units, expected, following)
+                        expected = following
+                    return
                 for step_and_distance in after:
                     cut(*step_and_distance)
+
+    @property
+    def has_known_end(self) -> bool:
+        """Whether every tile ends with the same cut tiles, which all its units meet."""
+        return bool(self._end())
+
+    def _end(self) -> list[tuple[int, list[Unit]]]:
+        """The cut tiles after the whole ones, as steps from `tile * own / other`, if all tiles of
+        this axis meet them and each of its units ends there; else nothing."""
+        own_size, other_size = self._sizes
+        own_count, other_count = self._counts
+        if not self.is_band or own_count % own_size:
+            return []
+        ratio, complete = own_size // other_size, other_count // other_size
+        own_last = own_count // own_size - 1
+        rounds, met = [], set()
+        for step, distance in reversed(self._cut_steps()[1]):
+            if step < 0 or own_last * ratio + step >= complete:
+                return []
+            units = []
+            for unit in reversed(self._units(distance, own_size, other_size)):
+                own = unit.query if self.by_query else unit.key
+                units.insert(0, unit._replace(is_last=own not in met))
+                met.add(own)
+            rounds.insert(0, (step, units))
+        own_unit = self.unit_queries if self.by_query else self.unit_keys
+        return rounds if len(met) == own_size // own_unit else []
 
     def first_visited(self, span: Span, first, tiles: int):
         """The tile that `visit` begins with, counted from `first`; some tile if there is none."""
@@ -264,18 +308,18 @@ class Walk:
             for query in range(0, self.query_size, self.unit_queries)
         ]
 
-    def _loop(self, start, stop, first, tiles, body, units) -> None:
+    def _loop(self, start, stop, first, tiles, body, lists) -> None:
         if isinstance(start, int) and isinstance(stop, int) and start >= stop:
             return
         pl.loop(_clip(start - first, tiles), _clip(stop - first, tiles))(
-            lambda other: body(other, units)
+            lambda other: body(other, *lists)
         )
 
-    def _at(self, other, condition, first, tiles, body, units) -> None:
-        if not units:
+    def _at(self, other, condition, first, tiles, body, lists) -> None:
+        if not lists[0]:
             return
         at_hand = (other >= first) & (other < first + tiles)
-        _when(condition & at_hand)(lambda: body(other - first, units))
+        _when(condition & at_hand)(lambda: body(other - first, *lists))
 
 
 _HIDDEN, _CUT, _WHOLE = range(3)
