@@ -3,12 +3,13 @@
 # A file's tests share what they compiled and ran, so they stay on one worker.
 PYTEST = python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
-.PHONY: help train test test-all test-lowest peers lint typecheck lock
+.PHONY: help train test test-all test-nightly test-lowest peers lint typecheck lock
 
 help:
 	@echo "make train      train the tiny GPT on the bundled novels; a second time it continues"
 	@echo "make test       the tests"
 	@echo "make test-all   the long tests too, then the tests with the lowest supported versions"
+	@echo "make test-nightly  2,000 drawn combinations through the kernels, others every time"
 	@echo "make peers      set up .venv-peers, for the benchmarks that compare with other kernels"
 	@echo "make lint       ruff: lint and format"
 	@echo "make typecheck  pyright"
@@ -31,6 +32,10 @@ test-all: .venv/installed
 	else \
 	    echo "SKIPPED: the lowest supported versions, which are tested with Python 3.12"; \
 	fi
+
+test-nightly: .venv/installed
+	.venv/bin/$(PYTEST) tests/test_flash_drawn.py tests/test_flash_drawn_bfloat16.py \
+	    --hypothesis-profile nightly --hypothesis-show-statistics $(ARGS)
 
 test-lowest: .venv-lowest/installed
 	.venv-lowest/bin/$(PYTEST) -m "not slow" $(ARGS)

@@ -18,6 +18,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 # The same cases on every run and machine; a slow test asks for more of them.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=25)
+# Others on every run, for `make test-nightly`: a failure prints how to draw it again.
+hypothesis.settings.register_profile(
+    "nightly", deadline=None, max_examples=334, print_blob=True, database=None
+)
 hypothesis.settings.load_profile("suite")
 
 

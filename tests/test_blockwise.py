@@ -15,6 +15,7 @@ from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask, SegmentIds
 from tests import conformance
 from tests.conformance import quick_jit
+from tests.drawn import combinations
 
 # Tiles that divide neither T nor S, so that every case has several, of every kind.
 attend = functools.partial(blockwise.attend, tiles=(16, 24))
@@ -41,17 +42,17 @@ def test_conforms_in_float64(x64):
     conformance.check_case(attend, CASES["every option, segments, causal"], "float64")
 
 
-@hypothesis.given(conformance.drawn_cases())
+@hypothesis.given(combinations())
 @hypothesis.settings(max_examples=6)
-def test_drawn(case):
-    conformance.check_case(attend, case)
+def test_drawn(combination):
+    combination.check(attend)
 
 
 @pytest.mark.slow
-@hypothesis.given(conformance.drawn_cases())
+@hypothesis.given(combinations())
 @hypothesis.settings(max_examples=2000)
-def test_drawn_by_the_thousand(case):
-    conformance.check_case(attend, case)
+def test_drawn_by_the_thousand(combination):
+    combination.check(attend)
 
 
 def small(batch=2, heads=4, kv_heads=2, tokens=40, head_size=16, dtype=jnp.float32):

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,14 +86,6 @@ def test_few_queries_of_a_group_are_one_tile(name, interpret):
     case = FOLDED[name]
     assert case.heads > case.kv_heads
     conformance.check_case(attend, case, "float32")
-
-
-@pytest.mark.slow
-@hypothesis.given(conformance.drawn_cases(most=400))
-@hypothesis.settings(max_examples=150)
-def test_drawn(case):
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
-        conformance.check_case(attend, case)
 
 
 CAUSAL = Case(
