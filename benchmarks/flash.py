@@ -1,30 +1,48 @@
-"""Simulated speed of the flash kernels: `python -m benchmarks.flash [--topology v6e]`.
+"""Simulated speed of the flash kernels: `python -m benchmarks.flash [--topology v6e] [--peers]`.
 
 Useful operations per cycle by the TPU compiler's static profile (causal counts half, backward 2.5
 times forward), as a share of what the matrix unit can issue at that head size, with the tiles that
 the package chooses. The backward pass counts all that the gradient adds: the kernel, and the
-reductions around it. Nothing here has run on a TPU, and the profile is up to 30% optimistic
-against hardware (docs/TPU_WITHOUT_TPU.md). Takes some minutes for each generation. A dash stands
-where libtpu compiles the program and its simulator crashes.
+reductions around it. Nothing here has run on a TPU: cycles are a simulation, and how far off it was
+against hardware is in `benchmarks/calibration.md`. A dash stands where libtpu compiles the program
+and its simulator fails; the result file says how.
+
+`--peers` adds jax's splash attention and tokamax's (without a mask alone: its causal kernel reads
+what to compute from memory), each with the best of some tile sizes; it needs `make peers`.
+`--what shapes` takes other shapes, relative to one that they should keep up with.
+Each row is written to `benchmarks/results/flash.json` as soon as it is there, so that a run can be
+stopped and goes on where it was; rows of other kernels than the present ones are measured again.
+Takes some minutes for each generation, the peers and the shapes much longer.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import matplotlib
+import numpy as np
 
-from benchmarks.results_file import RESULTS, write_results
-from flax_pallas_attn import dot_product_attention
-from flax_pallas_attn.aot import estimate_cycles
+from benchmarks import peers
+from benchmarks.results_file import kernels_hash, read_results, write_results
+from benchmarks.simulate import FLOP_PER_CYCLE, GENERATIONS, Cycles, simulate
+from flax_pallas_attn import SegmentIds, dot_product_attention
+from flax_pallas_attn.kernels.walk import Walk
+from flax_pallas_attn.masking import Span
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 LENGTH, HEADS = 4096, 2
 HEAD_SIZES = (64, 128, 256)
+STEPS = ("forward", "backward")
+PEERS = ("splash", "tokamax")
 # Floating point operations per cycle that the matrix units can issue at each head size: half of a
 # 256-wide array idles at head size 128.
 LIMITS = {
@@ -34,99 +52,380 @@ LIMITS = {
     "tpu7x": {64: 131_072, 128: 262_144, 256: 524_288},
 }
 PICTURE = Path(__file__).parent.parent / "docs" / "flash_share.png"
+COMMAND = "python -m benchmarks.flash --peers --what main shapes"
+
+
+def _tiles(names: str, *settings: tuple[Any, ...], **others: Any) -> list[dict[str, Any]]:
+    return [dict(zip(names.split(), setting, strict=True), **others) for setting in settings]
+
+
+_FORWARD_TILES = "block_q block_kv block_kv_compute"
+_BACKWARD_TILES = "block_q_dkv block_kv_dkv block_kv_dkv_compute"
+# The best of these counts. Among them are those that tokamax's authors found the fastest.
+SETTINGS: dict[tuple[str, str], list[dict[str, Any]]] = {
+    ("splash", "forward"): _tiles(
+        _FORWARD_TILES,
+        (512, 1024, 512),
+        (1024, 1024, 512),
+        (1024, 2048, 512),
+        (2048, 1024, 512),
+        (2048, 2048, 512),
+    ),
+    ("splash", "backward"): _tiles(
+        _BACKWARD_TILES,
+        (512, 1024, 512),
+        (1024, 1024, 512),
+        (1024, 2048, 512),
+        (2048, 1024, 512),
+        use_fused_bwd_kernel=True,
+    ),
+    ("tokamax", "forward"): _tiles(
+        f"{_FORWARD_TILES} q_layout k_layout v_layout use_experimental_scheduler",
+        (1024, 1024, 512, 1, 1, 1, False),
+        (1024, 1024, 512, 1, 1, 1, True),
+        (2048, 2048, 512, 1, 2, 1, True),
+        (2048, 2048, 512, 2, 1, 1, True),
+        (1024, 4096, 256, 1, 2, 1, True),
+        (2048, 2048, 256, 1, 2, 1, False),
+    ),
+    ("tokamax", "backward"): _tiles(
+        _BACKWARD_TILES,
+        (1024, 1024, 512),
+        (1024, 1024, 1024),
+        (2048, 2048, 512),
+        (1024, 4096, 512),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A causal shape at head size 128, beside the one that it should keep up with.
+
+    Attributes:
+      beside: Name of the other one.
+      by_time: Relative is the time, over the other's times the share of its pairs of a query and a
+        key that this one has; else the rate, useful operations per cycle.
+      batch: B.
+      length: T and S.
+      heads: N.
+      kv_heads: K.
+      window: Keys that a query sees, itself included.
+      documents: Documents of equal length that a sequence is packed of.
+    """
+
+    beside: str = "S=4096"
+    by_time: bool = False
+    batch: int = 1
+    length: int = LENGTH
+    heads: int = HEADS
+    kv_heads: int = HEADS
+    window: int | None = None
+    documents: int = 1
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it may attend to, of all sequences and heads."""
+        size = self.length // self.documents
+        queries = np.arange(size)
+        keys = np.minimum(queries + 1, self.window or size)
+        return self.batch * self.heads * self.documents * int(keys.sum())
+
+
+SHAPES = {
+    "S=4096": Shape(),
+    "S=512": Shape(length=512),
+    "S=1024": Shape(length=1024),
+    "S=8192": Shape(length=8192),
+    "S=16384": Shape(length=16384),
+    "S=32768": Shape(length=32768),
+    "GQA 8:1": Shape(heads=8, kv_heads=1),
+    "batch 4": Shape(batch=4),
+    "8 documents in 4096": Shape(documents=8, by_time=True),
+    "window 512 in 8192": Shape(length=8192, window=512, beside="S=8192", by_time=True),
+    "S=1000": Shape(length=1000, beside="S=1024", by_time=True),
+    "S=4092": Shape(length=4092, by_time=True),
+}
 
 
 def main() -> None:
-    """Simulates, prints a table, writes the result file and draws the picture."""
+    """Simulates what is missing, prints the tables, and draws the picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--topology", nargs="*", choices=LIMITS, default=list(LIMITS))
+    parser.add_argument("--topology", nargs="*", choices=GENERATIONS, default=GENERATIONS)
     parser.add_argument("--head-size", nargs="*", type=int, choices=HEAD_SIZES, default=HEAD_SIZES)
+    parser.add_argument("--mask", nargs="*", choices=("full", "causal"), default=("full", "causal"))
+    parser.add_argument("--what", nargs="*", choices=("main", "shapes"), default=("main",))
+    parser.add_argument("--shape", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--peers", action="store_true", help="splash attention and tokamax too")
+    parser.add_argument("--print", action="store_true", help="show what is there, and draw it")
     arguments = parser.parse_args()
-    rows = []
-    print(f"bfloat16, {HEADS} heads, T = S = {LENGTH}; share of the matrix unit's issue limit")
-    print(f"{'':8}{'head size':>10}{'mask':>8}{'forward':>10}{'backward':>10}")
+    results = Results()
     for topology in arguments.topology:
-        for head_size in arguments.head_size:
-            for is_causal in (False, True):
-                row = measure(topology, head_size, is_causal)
-                rows.append(row)
-                shares = "".join(
-                    f"{'-' if row[share] is None else format(row[share], '.2f'):>10}"
-                    for share in ("forward_share", "backward_share")
-                )
-                print(f"{topology:8}{head_size:10}{row['mask']:>8}{shares}", flush=True)
-    whole = list(arguments.topology) == list(LIMITS) and tuple(arguments.head_size) == HEAD_SIZES
-    if whole:  # a part does not replace the committed file and picture
-        print(write_results("flash", "python -m benchmarks.flash", rows))
-        draw(rows)
-        print(PICTURE)
-    else:
-        print(f"{RESULTS / 'flash.json'} is written by a run over everything alone")
+        if "main" in arguments.what:
+            print(f"{topology}: {HEADS} heads, T = S = {LENGTH}; share of the issue limit")
+            print(f"{'':10}{'head size':>10}{'mask':>8}{'ours':>8}{'splash':>8}{'tokamax':>8}")
+            for head_size in arguments.head_size:
+                for mask in arguments.mask:
+                    if not arguments.print:
+                        measure_row(results, topology, head_size, mask, arguments.peers)
+                    for step in STEPS:
+                        print(line(results, topology, head_size, mask, step), flush=True)
+        if "shapes" in arguments.what:
+            print(f"{topology}: causal, head size 128; forward and backward relative to …")
+            for name in arguments.shape:
+                if not arguments.print:
+                    measure_shape(results, topology, name)
+                print(shape_line(results, topology, name), flush=True)
+    draw(results)
+    print(PICTURE)
 
 
-def measure(topology: str, head_size: int, is_causal: bool) -> dict:
-    """One row of the table."""
-    attend = functools.partial(dot_product_attention, layout="BNTH", is_causal=is_causal)
-    array = jax.ShapeDtypeStruct((1, HEADS, LENGTH, head_size), jnp.bfloat16)
+class Results:
+    """Rows of the result file. A row that is added is written at once."""
+
+    def __init__(self) -> None:
+        self.rows = read_results("flash")
+        self.kernels = kernels_hash()  # those that this process has loaded
+
+    def find(self, **key: Any) -> dict[str, Any] | None:
+        """The row with these entries, whichever kernels it was measured with."""
+        found = [row for row in self.rows if key.items() <= row.items()]
+        return found[0] if found else None
+
+    def add(self, key: dict[str, Any], figures: dict[str, Any]) -> None:
+        """Puts a row in the place of that with the same key."""
+        self.rows = [row for row in self.rows if not key.items() <= row.items()]
+        self.rows.append(key | figures)
+        self.rows.sort(key=lambda row: (row["what"], GENERATIONS.index(row["topology"])))
+        write_results("flash", COMMAND, self.rows)
+
+
+def measure_row(
+    results: Results, topology: str, head_size: int, mask: str, with_peers: bool
+) -> None:
+    """Simulates what the file lacks of one head size and mask, forward and backward."""
+    useful = 4 * HEADS * LENGTH**2 * head_size / (2 if mask == "causal" else 1)
+    for step in STEPS:
+        flop = useful * (2.5 if step == "backward" else 1)
+        key = {"topology": topology, "head_size": head_size, "mask": mask, "step": step}
+        ours = {"what": "main", **key}
+        if results.find(**ours, kernels=results.kernels) is None:
+            shape = Shape(heads=HEADS, kv_heads=HEADS)
+            cycles = measure(shape, step, topology, head_size, mask == "causal", flop)
+            share = cycles.count and round(flop / cycles.count / LIMITS[topology][head_size], 3)
+            figures = dataclasses.asdict(cycles) | {"share": share, "kernels": results.kernels}
+            results.add(ours, figures)
+        for peer in PEERS if with_peers else ():
+            if (peer, mask) == ("tokamax", "causal"):
+                continue  # reads from scalar memory what to compute, which is not simulated
+            theirs = {"what": "peers", "peer": peer, **key}
+            old = results.find(**theirs)
+            settings = SETTINGS[peer, step]
+            if old is None or [tried["config"] for tried in old["tried"]] != settings:
+                results.add(theirs, measure_peer(peer, step, topology, head_size, mask, settings))
+
+
+def measure(
+    shape: Shape, step: str, topology: str, head_size: int, is_causal: bool, flop: float
+) -> Cycles:
+    """Cycles of the package's forward pass, or of what the gradient adds to it."""
+    documents = np.repeat(np.arange(shape.documents), shape.length // shape.documents)
+    segments = jnp.broadcast_to(documents, (shape.batch, shape.length))
+
+    def attend(query, key, value):
+        return dot_product_attention(
+            query,
+            key,
+            value,
+            layout="BNTH",
+            is_causal=is_causal,
+            local_window_size=None if shape.window is None else (shape.window - 1, 0),
+            segment_ids=SegmentIds(segments, segments) if shape.documents > 1 else None,
+        )
 
     def gradients(query, key, value, output_gradient):
         output, vjp = jax.vjp(attend, query, key, value)
         return output, vjp(output_gradient)
 
-    useful = 4 * HEADS * LENGTH**2 * head_size / (2 if is_causal else 1)
-    limit = LIMITS[topology][head_size]
-    row: dict = {
-        "topology": topology,
-        "head_size": head_size,
-        "mask": "causal" if is_causal else "full",
-    }
-    for step, function, arrays, times in (
-        ("forward", attend, [array] * 3, 1),
-        ("backward", gradients, [array] * 4, 2.5),
-    ):
-        cycles = share = None
-        try:
-            counts = estimate_cycles(function, *arrays, topology=topology)
-        except RuntimeError as error:
-            row[f"{step}_error"] = str(error).splitlines()[0]
-        else:
-            cycles = sum(
-                count
-                for name, count in counts.items()
-                if step == "forward" or not name.startswith("flash_forward")
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    query = array((shape.batch, shape.heads, shape.length, head_size))
+    key = array((shape.batch, shape.kv_heads, shape.length, head_size))
+    spans = static_spans(documents) if shape.documents > 1 else contextlib.nullcontext()
+    call: tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], tuple[str, ...]]
+    call = (attend, [query, key, key], ())
+    if step == "backward":
+        call = (gradients, [query, key, key, query], ("flash_forward",))
+    fn, arrays, leave_out = call
+    least = flop / FLOP_PER_CYCLE[topology]
+    with spans:
+        return simulate(fn, *arrays, topology=topology, leave_out=leave_out, least=least)
+
+
+@contextlib.contextmanager
+def static_spans(documents: np.ndarray) -> Iterator[None]:
+    """Has the kernels compute which tiles they visit from the place in the grid.
+
+    Otherwise they read it from a table in scalar memory, which the simulator takes for zeros. What
+    is visited is the same: the tiles in which a causal query meets a key of its document.
+
+    Args:
+      documents: `[T]`, the document of each token, known while tracing.
+    """
+    visible = (documents[:, None] == documents) & np.tri(len(documents), dtype=bool)
+    was_asked = False
+
+    def span(self, batch_index, tile, spans_ref=None):
+        nonlocal was_asked
+        was_asked = True
+        size = (self.query_size, self.key_size)
+        tiles = [-(-len(documents) // of_axis) for of_axis in size]
+        padded = np.zeros([n * of_axis for n, of_axis in zip(tiles, size, strict=True)], bool)
+        padded[: len(documents), : len(documents)] = visible
+        blocks = padded.reshape(tiles[0], size[0], tiles[1], size[1])
+        some, whole = blocks.any((1, 3)), blocks.all((1, 3))
+        if not self.by_query:
+            some, whole = some.T, whole.T
+        bounds = []
+        for meets, is_whole in zip(some, whole, strict=True):
+            start, stop = np.flatnonzero(meets)[[0, -1]] + [0, 1]
+            full = np.flatnonzero(is_whole)  # consecutive: one document, below the diagonal
+            bounds.append((start, *((full[0], full[-1] + 1) if full.size else (start,) * 2), stop))
+        return Span(
+            *(
+                sum(jnp.where(tile == i, int(b), 0) for i, b in enumerate(bound))
+                for bound in zip(*bounds, strict=True)
             )
-            share = round(times * useful / cycles / limit, 3)
-        row |= {f"{step}_cycles": cycles, f"{step}_share": share}
-    return row
+        )
+
+    with mock.patch.object(Walk, "span", span):
+        yield
+    assert was_asked, "the kernels no longer ask Walk.span which tiles to visit"
 
 
-def draw(rows: list[dict]) -> None:
+def measure_peer(
+    peer: str,
+    step: str,
+    topology: str,
+    head_size: int,
+    mask: str,
+    settings: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """The best of a peer's settings, and what became of each."""
+    tried, best, flop = [], None, 0.0
+    for config in settings:
+        job = peers.Job(
+            peer=peer,
+            step=step,
+            topology=topology,
+            is_causal=mask == "causal",
+            length=LENGTH,
+            heads=HEADS,
+            head_size=head_size,
+            config=config,
+        )
+        cycles, flop = peers.measure(job), job.flop
+        tried.append({"config": config, **dataclasses.asdict(cycles)})
+        if cycles.count is not None and (best is None or cycles.count < best):
+            best = cycles.count
+    share = best and round(flop / best / LIMITS[topology][head_size], 3)
+    return {"package": peers.package(peer), "count": best, "share": share, "tried": tried}
+
+
+def measure_shape(results: Results, topology: str, name: str) -> None:
+    """Simulates what the file lacks of a shape, and of the one beside it."""
+    for each in dict.fromkeys((SHAPES[name].beside, name)):
+        shape = SHAPES[each]
+        for step in STEPS:
+            key = {"what": "shapes", "topology": topology, "shape": each, "step": step}
+            if results.find(**key, kernels=results.kernels) is None:
+                flop = 4 * 128 * shape.pairs * (2.5 if step == "backward" else 1)
+                cycles = measure(shape, step, topology, 128, True, flop)
+                figures = {"pairs": shape.pairs, "kernels": results.kernels}
+                results.add(key, dataclasses.asdict(cycles) | figures)
+
+
+def relative(results: Results, topology: str, name: str, step: str) -> float | None:
+    """Rate or time of a shape relative to the one beside it, as its definition says."""
+    shape = SHAPES[name]
+    key = {"what": "shapes", "topology": topology, "step": step}
+    own, other = (results.find(**key, shape=each) for each in (name, shape.beside))
+    if own is None or other is None or own["count"] is None or other["count"] is None:
+        return None
+    time = own["count"] / (other["count"] * own["pairs"] / other["pairs"])
+    return time if shape.by_time else 1 / time
+
+
+def line(results: Results, topology: str, head_size: int, mask: str, step: str) -> str:
+    """A line of the table: shares of the issue limit."""
+    key = {"topology": topology, "head_size": head_size, "mask": mask, "step": step}
+    rows = [results.find(what="main", **key)]
+    rows += [results.find(what="peers", peer=peer, **key) for peer in PEERS]
+    shares = (
+        "-" if row is None or row["share"] is None else format(row["share"], ".2f") for row in rows
+    )
+    return f"{step:10}{head_size:10}{mask:>8}" + "".join(f"{share:>8}" for share in shares)
+
+
+def shape_line(results: Results, topology: str, name: str) -> str:
+    """A line of the shapes: relative time or rate, forward and backward."""
+    values = [relative(results, topology, name, step) for step in STEPS]
+    shown = "".join(f"{'-' if value is None else format(value, '.2f'):>8}" for value in values)
+    kind = "time" if SHAPES[name].by_time else "rate"
+    return f"  {name:22}{shown}  {kind} of {SHAPES[name].beside}"
+
+
+def draw(results: Results) -> None:
     """One panel a pass and mask, one group of bars a generation, one bar a head size."""
     figure, axes = plt.subplots(2, 2, figsize=(9, 5.5), sharex=True, sharey=True)
     colours = ("#9ecae1", "#4292c6", "#08519c")
+    markers = {"splash": "_", "tokamax": "x"}
     for column, mask in zip(axes.T, ("full", "causal"), strict=True):
-        for panel, step in zip(column, ("forward", "backward"), strict=True):
+        for panel, step in zip(column, STEPS, strict=True):
             for i, head_size in enumerate(HEAD_SIZES):
-                shares = [
-                    row[f"{step}_share"] or 0
-                    for row in rows
-                    if row["mask"] == mask and row["head_size"] == head_size
-                ]
-                places = [generation + (i - 1) * 0.27 for generation in range(len(shares))]
+                places = [generation + (i - 1) * 0.27 for generation in range(len(GENERATIONS))]
+                rows = {
+                    who: [
+                        results.find(
+                            topology=topology, head_size=head_size, mask=mask, step=step, **who_key
+                        )
+                        for topology in GENERATIONS
+                    ]
+                    for who, who_key in (
+                        ("ours", {"what": "main"}),
+                        *((peer, {"what": "peers", "peer": peer}) for peer in PEERS),
+                    )
+                }
+                shares = {
+                    who: [(row and row["share"]) or 0 for row in of_who]
+                    for who, of_who in rows.items()
+                }
                 bars = panel.bar(
-                    places, shares, 0.25, color=colours[i], label=f"head size {head_size}"
+                    places, shares["ours"], 0.25, color=colours[i], label=f"head size {head_size}"
                 )
-                panel.bar_label(bars, fmt="%.2f", fontsize=7)
+                labels = [format(share, ".2f") if share else "-" for share in shares["ours"]]
+                panel.bar_label(bars, labels, fontsize=7)
+                for peer, marker in markers.items():
+                    known = [(x, y) for x, y in zip(places, shares[peer], strict=True) if y]
+                    panel.scatter(
+                        [x for x, _ in known],
+                        [y for _, y in known],
+                        marker=marker,
+                        color="#d62728",
+                        linewidths=1.5,
+                        zorder=3,
+                        label=peer if i == len(HEAD_SIZES) - 1 else None,
+                    )
             panel.axhline(1, color="black", linewidth=0.8)
             panel.set_title(f"{mask} mask, {step}", fontsize=10)
-            panel.set_xticks(range(len(LIMITS)), list(LIMITS))
-            panel.set_ylim(0, 1.3)
+            panel.set_xticks(range(len(GENERATIONS)), GENERATIONS)
+            panel.set_ylim(0, 1.4)
     for panel in axes[:, 0]:
         panel.set_ylabel("share of issue limit")
-    axes[0, 0].legend(fontsize=8, loc="upper right", ncols=3)
+    axes[0, 0].legend(fontsize=7, loc="upper center", ncols=5, columnspacing=1, handletextpad=0.4)
     figure.suptitle(f"Flash attention, T = S = {LENGTH}, bfloat16: simulated, not measured")
     figure.tight_layout()
     figure.savefig(PICTURE, dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Result files: figures with the versions that they were measured with."""
 
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+KERNELS = Path(__file__).parent.parent / "flax_pallas_attn" / "kernels"
 
 
 def write_results(name: str, command: str, rows: list[dict[str, Any]]) -> Path:
@@ -20,14 +22,35 @@ def write_results(name: str, command: str, rows: list[dict[str, Any]]) -> Path:
     Returns:
       The file's path.
     """
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    content = {"command": command, "versions": _versions(), "rows": rows}
+    part = path.with_suffix(".part")  # a run that is stopped leaves the file whole
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)
+    return path
+
+
+def read_results(name: str) -> list[dict[str, Any]]:
+    """Rows of `benchmarks/results/<name>.json`; none where it is absent or of other versions."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return []
+    content = json.loads(path.read_text())
+    return content["rows"] if content["versions"] == _versions() else []
+
+
+def kernels_hash() -> str:
+    """Tells whether a row was measured with the kernels as they are."""
+    files = sorted(KERNELS.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def _versions() -> dict[str, str | None]:
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("jax", "jaxlib", "flax", "libtpu"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    content = {"command": command, "versions": versions, "rows": rows}
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    return path
+    return versions

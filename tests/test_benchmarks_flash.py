@@ -1,0 +1,122 @@
+"""Parts of the flash benchmark that need no simulator."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import flash, results_file
+from flax_pallas_attn import SegmentIds
+from flax_pallas_attn.kernels.walk import Walk
+from flax_pallas_attn.masking import Mask, tile_spans
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
+    return flash.Results()
+
+
+@pytest.mark.parametrize(("query_size", "key_size"), [(512, 512), (256, 128), (128, 256)])
+@pytest.mark.parametrize("by_query", [True, False])
+def test_static_spans_are_those_of_the_table(query_size, key_size, by_query):
+    documents = np.repeat(np.arange(8), 128)
+    ids = jnp.asarray(documents)[None]
+    mask = Mask(upper=None, lower=0, segment_ids=SegmentIds(ids, ids))
+    walk = Walk(
+        mask=mask,
+        by_query=by_query,
+        unit=128,
+        query_size=query_size,
+        key_size=key_size,
+        queries=1024,
+        keys=1024,
+    )
+    table = tile_spans(mask, query_size, key_size, 1024, 1024)[0 if by_query else 1]
+    with flash.static_spans(documents):
+        for tile in range(1024 // (query_size if by_query else key_size)):
+            start, full_start, full_stop, stop = (int(x) for x in walk.span(0, tile))
+            expected = [int(x[0, tile]) for x in table]
+            assert (start, stop) == (expected[0], expected[3])
+            # What the table takes for cut may be whole; what it takes for whole is.
+            assert full_stop - full_start >= expected[2] - expected[1]
+
+
+def test_static_spans_notice_that_nobody_asks():
+    with pytest.raises(AssertionError, match="no longer ask"), flash.static_spans(np.zeros(8)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("shape", "pairs"),
+    [
+        (flash.Shape(length=4), 2 * 10),
+        (flash.Shape(length=4, batch=3, heads=1), 3 * 10),
+        (flash.Shape(length=4, heads=1, documents=2), 2 * 3),
+        (flash.Shape(length=4, heads=1, window=2), 1 + 2 + 2 + 2),
+    ],
+)
+def test_pairs_of_a_shape(shape, pairs):
+    assert shape.pairs == pairs
+
+
+def test_a_shape_is_compared_by_rate_or_by_time(results):
+    def add(shape, cycles):
+        key = {"what": "shapes", "topology": "v6e", "shape": shape, "step": "forward"}
+        results.add(key, {"count": cycles, "error": None, "pairs": flash.SHAPES[shape].pairs})
+
+    def relative(shape):
+        return flash.relative(results, "v6e", shape, "forward")
+
+    add("S=4096", 1000)
+    assert relative("batch 4") is None
+    add("batch 4", 5000)
+    assert relative("batch 4") == pytest.approx(4 / 5)
+    add("8 documents in 4096", 250)  # an eighth of the pairs, near enough
+    assert relative("8 documents in 4096") == pytest.approx(2, rel=0.01)
+    add("S=4092", None)
+    assert relative("S=4092") is None
+    assert "-" in flash.shape_line(results, "v6e", "S=4092")
+
+
+def test_results_are_written_row_by_row_and_read_again(results, tmp_path):
+    key = {"what": "main", "topology": "v6e", "head_size": 64, "mask": "full", "step": "forward"}
+    results.add(key, {"count": None, "error": "fails", "share": None, "kernels": "old"})
+    results.add(key, {"count": 100, "error": None, "share": 0.5, "kernels": "new"})
+    results.add({**key, "topology": "v5e"}, {"count": 1, "share": 0.25, "kernels": "new"})
+    again = flash.Results()
+    assert again.rows == results.rows
+    assert [row["topology"] for row in again.rows] == ["v5e", "v6e"]
+    assert again.find(**key, kernels="old") is None
+    assert flash.line(again, "v6e", 64, "full", "forward").split() == [
+        "forward", "64", "full", "0.50", "-", "-",
+    ]  # fmt: skip
+    assert list(tmp_path.glob("*.part")) == []
+
+
+def test_results_of_other_versions_are_not_taken(results, monkeypatch):
+    results.add({"what": "main", "topology": "v6e"}, {})
+    assert len(flash.Results().rows) == 1
+    monkeypatch.setattr(results_file, "_versions", lambda: {"jax": "0"})
+    assert flash.Results().rows == []
+
+
+def test_a_picture_is_drawn_of_what_there_is(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(flash, "PICTURE", tmp_path / "picture.png")
+    key = {"topology": "v6e", "head_size": 64, "mask": "full", "step": "forward"}
+    results.add({"what": "main", **key}, {"share": 0.5})
+    results.add({"what": "peers", "peer": "splash", **key}, {"share": None})
+    flash.draw(results)
+    assert flash.PICTURE.stat().st_size > 1000
+
+
+@pytest.mark.tpu_compile
+def test_what_the_compiler_refuses_is_no_failure_of_the_simulator():
+    shape = flash.Shape(length=256)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Ran out of memory on HBM"):
+        flash.simulate(
+            lambda x: x + 1, jax.ShapeDtypeStruct((5, 2**30), jnp.float32), topology="v5e"
+        )
+    cycles = flash.measure(shape, "forward", "v6e", 128, True, flop=1e12)
+    assert cycles.count is None
+    assert "less than the peak allows" in cycles.error
