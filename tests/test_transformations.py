@@ -129,7 +129,7 @@ def test_exported_for_tpu_it_holds_the_kernels(fn):
     assert len(program.kernels) == (1 if fn is dot_product_attention else 2)
 
 
-@pytest.mark.parametrize("implementation", [None, "xla", "reference"])
+@pytest.mark.parametrize("implementation", [None, "reference"])
 def test_a_symbolic_batch(implementation):
     """One program for any batch size; of several tiles, with data of every row."""
     T = 150
@@ -148,7 +148,8 @@ def test_a_symbolic_batch(implementation):
 
     query = with_names(f"b, {T}, 2, 8")
     lengths = jax.ShapeDtypeStruct(query.shape[:1], jnp.int32)
-    exported = jax.export.export(jax.jit(attend))(query, query, query, lengths)
+    attend = jax.jit(attend)
+    exported = jax.export.export(attend)(query, query, query, lengths)
     for batch in (1, 3):
         arrays = (*qkv(batch, T, T), np.arange(batch, dtype=np.int32) * 40 + 60)
         assert_close(exported.call(*arrays), attend(*arrays))
@@ -227,10 +228,8 @@ def test_vmap_over_an_option(name, implementation, interpret):
         )
         return output, *vjp(output)
 
-    looped = [
-        attend(jax.tree.map(lambda x: x[i], options), "reference")  # noqa: B023
-        for i in range(M)
-    ]
+    alone = jax.jit(functools.partial(attend, implementation="reference"))
+    looped = [alone(jax.tree.map(lambda x: x[i], options)) for i in range(M)]  # noqa: B023
     expected = jax.tree.map(lambda *x: np.stack(x), *looped)
     assert_close(jax.jit(jax.vmap(attend))(options), expected)
     assert np.abs(expected[0][0] - expected[0][1]).max() > 1e-3
