@@ -82,8 +82,10 @@ BLOCKWISE = [
     Mutation("blockwise.py", "n < before", "n <= before"),
     Mutation("blockwise.py", "span.full_start.max(0)", "span.full_start.min(0)", "segments"),
     Mutation("blockwise.py", "span.full_stop.min(0)", "span.full_stop.max(0)", "lengths"),
-    Mutation("masking.py", "distance >= self.lower", "distance > self.lower"),
-    Mutation("masking.py", "distance <= self.upper", "distance < self.upper", "window"),
+    Mutation("masking.py", "key.position <= query.position", "key.position < query.position"),
+    Mutation(
+        "masking.py", "key.position >= query.position", "key.position > query.position", "window"
+    ),
     Mutation("masking.py", "(key.segment >= 0)", "(key.segment > 0)", "segments"),
     Mutation("masking.py", "key.index < key.stop", "key.index <= key.stop"),
     Mutation("masking.py", "other_tile(high + 1)", "other_tile(high + 2)", "dropout, offset"),
@@ -101,12 +103,13 @@ BLOCKWISE = [
 
 FLASH = [
     Mutation("kernels/flash_forward.py", "jnp.log2(total)) * LN_2", "jnp.log2(total)) / LN_2"),
-    Mutation("kernels/flash_forward.py", "* shrink + sums", "* shrink - sums"),
+    Mutation("kernels/flash_forward.py", "* shrink + jnp.con", "* shrink - jnp.con"),
     Mutation("kernels/flash_forward.py", "n // group, c, 0", "n % group, c, 0", "six heads"),
-    Mutation("kernels/flash_forward.py", "== 0.0, 0.0, 1.0)", "== 0.0, 0.0, 0.0)", "nan"),
+    Mutation("kernels/flash_forward.py", "& is_bad, one", "& is_bad, 0", "nan"),
+    Mutation("kernels/online_softmax.py", "(signs & sign) != 0", "(signs & sign) != sign", "nan"),
     Mutation("kernels/flash_forward.py", "tile + 1, chunk_tiles", "tile, chunk_tiles"),
     Mutation(
-        "kernels/flash_forward.py", "put_leading(start, unit)", "put_leading(0, unit)", "window"
+        "kernels/flash_forward.py", "put_leading(start, walk", "put_leading(0, walk", "window"
     ),
     Mutation("kernels/flash_forward.py", "walk.key_stop", "walk.query_stop"),
     Mutation("kernels/flash_forward.py", "factor *= shrink", "factor /= shrink", "sinks"),
@@ -122,7 +125,12 @@ FLASH = [
     Mutation("kernels/flash_bias_gradient.py", "sum(axis=1,", "max(axis=1,", "bias"),
     Mutation("kernels/online_softmax.py", "jnp.exp2(scores - shift)", "jnp.exp2(scores + shift)"),
     Mutation("kernels/online_softmax.py", "jnp.exp2(maximum - shift)", "jnp.exp2(shift - maximum)"),
-    Mutation("masking.py", "distance >= self.lower", "distance > self.lower", "segments, causal"),
+    Mutation(
+        "masking.py",
+        "key.position <= query.position",
+        "key.position < query.position",
+        "segments, causal",
+    ),
 ]
 
 

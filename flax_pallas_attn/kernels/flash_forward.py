@@ -44,7 +44,7 @@ LOOK_AHEAD = 5
 """Units between the product of query and key of a unit and its softmax."""
 
 SUM_ROWS = 16
-"""Rows before those of the output: the sum of 8 is that of the row, of 8 what is not finite in it."""
+"""Rows before those of the output: 8 sum up to the row's sum, 8 to what is not finite in it."""
 
 
 class _Inputs(NamedTuple):
