@@ -128,6 +128,16 @@ def test_versions_agree():
     assert f"Programming Language :: Python :: {python}" in PROJECT["classifiers"]
 
 
+def test_table_of_versions_is_what_is_pinned():
+    table = (ROOT / "docs" / "versions.md").read_text()
+    newest, lowest = pins("requirements.txt"), pins("requirements-lowest.txt")
+    for name in ("jax", "jaxlib", "flax", "libtpu"):
+        assert f"| {name} | {newest[name]} | {lowest[name]} |" in table
+    python = (ROOT / ".python-version").read_text().strip()
+    lowest_python = PROJECT["requires-python"].removeprefix(">=")
+    assert f"| Python | {python} | {lowest_python} |" in table
+
+
 def test_tracked_files_name_no_machine_and_no_registry():
     forbidden = re.compile(
         r"(?<![\w./])/(?:root|home|Users|work)/\w"  # a path on someone's machine
