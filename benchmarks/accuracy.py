@@ -110,7 +110,7 @@ def document(results: dict[str, Any]) -> str:
         "passes, which is not quite a CPU's float32. Nor does it show the order in which the",
         "matrix unit adds up, or the rounding of the TPU's own `exp2` and reciprocal.",
         "",
-        "In bfloat16 the kernels' gradients are some 1.4 times as far off as the others': the query",
+        "In bfloat16 the kernels' gradients are 1.4 times as far off as the others': the query",
         "carries the factor `scale * log2(e)` and is rounded with it, which saves a multiplication",
         "of every score. That rounding alone, in float64 otherwise, is 1.5e-3 of the output and",
         "2.3e-3 of the gradients (root mean square, head size 64, length 1,024).",
