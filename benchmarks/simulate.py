@@ -16,6 +16,9 @@ FLOP_PER_CYCLE = {"v5e": 131_072, "v5p": 262_144, "v6e": 524_288, "tpu7x": 524_2
 GIGAHERTZ = {"v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 2.2}
 """Clocks that the published peaks (197, 459, 918 and 2 x 1153 Tflop/s) and the above make."""
 
+HBM_GIGABYTES = {"v5e": 819, "v5p": 2765, "v6e": 1640, "tpu7x": 3690}
+"""Published bandwidth of HBM of one device, a second; of tpu7x half of the chip's."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cycles:
