@@ -57,7 +57,7 @@ def main() -> None:
         "--write", action="store_true", help="only write the table of the pairs already simulated"
     )
     arguments = parser.parse_args()
-    kernels = kernels_hash()
+    kernels = kernels_hash(leave_out=TABLE.name)
     rows = read_results("tune")
     cases = itertools.product(
         arguments.topology, arguments.dtype, arguments.head_size, arguments.length, arguments.step

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import tune
+from benchmarks import results_file, tune
 from flax_pallas_attn.kernels.tiles import Tiles
 
 CASE = {"topology": "v6e", "dtype": "bfloat16", "head_size": 128, "length": 4096, "step": "forward"}
@@ -51,6 +51,35 @@ def test_table_is_a_module_with_the_best_pairs():
         check=True,
     ).stdout
     assert formatted == text
+
+
+def test_a_run_goes_on_where_it_was_and_its_table_does_not_make_rows_old(tmp_path, monkeypatch):
+    measured = []
+
+    def measure(**case):
+        measured.append(case)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return tune.Cycles(count=100 * sum(case["tiles"]))
+
+    for name in ("RESULTS", "KERNELS"):
+        monkeypatch.setattr(results_file, name, tmp_path)
+    (tmp_path / "kernel.py").write_text("1")
+    monkeypatch.setattr(tune, "TABLE", tmp_path / "tile_table.py")
+    monkeypatch.setattr(tune, "measure", measure)
+    arguments = "--topology v6e --dtype bfloat16 --head-size 64 --length 1024 --step forward"
+    monkeypatch.setattr(sys, "argv", ["tune", *arguments.split()])
+    with pytest.raises(KeyboardInterrupt):
+        tune.main()
+    tune.main()
+    pairs = len(tune.pairs(1024)) * len(tune.MASKS)
+    assert len(measured) == pairs + 1
+    assert '("v6e", "bfloat16", 64, 1024): (256, 256)' in tune.TABLE.read_text()
+    tune.main()
+    assert len(measured) == pairs + 1
+    (tmp_path / "kernel.py").write_text("2")
+    tune.main()
+    assert len(measured) == 2 * pairs + 1
 
 
 @pytest.mark.parametrize("length", tune.LENGTHS)
