@@ -103,9 +103,9 @@ def _splash(job: Job) -> tuple[Callable[..., Any], Callable[..., Any]]:
     # Its kernels read from tables in scalar memory which tile is next and whether to compute it,
     # and the simulator counts what is read as zero. The same answers by arithmetic:
     def next_nonzero(h, i, j, data_next_ref, block_mask_ref, m_next_ref, next_i=False):
-        if data_next_ref is None:
-            return (i if next_i else j), None, True, False
         assert m_next_ref is None
+        if not job.is_causal or data_next_ref is None:
+            return (i if next_i else j), None, True, True
         queries, keys = (job.length // count for count in block_mask_ref.shape[1:])
         is_visible = j * keys <= i * queries + queries - 1
         if next_i:  # the tiles before the first that is computed are never fetched

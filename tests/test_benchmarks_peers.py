@@ -78,12 +78,20 @@ def test_splash_takes_the_arguments_that_are_built_for_it(step, is_causal):
     assert len(outputs) == {"forward": 1, "backward": 3}[step]
 
 
-def test_splash_is_causal_by_arithmetic():
-    peers.build(job(is_causal=True))
+@pytest.mark.parametrize(
+    ("is_causal", "visible"),
+    [
+        (True, [[True, False], [True, False], [True, True], [True, True]]),
+        (False, [[True, True]] * 4),
+    ],
+)
+def test_splash_visits_by_arithmetic_what_it_would_look_up(is_causal, visible):
+    peers.build(job(is_causal=is_causal))
     tables = jax.ShapeDtypeStruct((1, 4, 2), "int32")  # tiles of 256 queries by 512 keys
-    seen = [
-        [bool(splash_attention_kernel._next_nonzero(0, i, j, tables, tables, None)[2])
-         for j in range(2)]
-        for i in range(4)
-    ]  # fmt: skip
-    assert seen == [[True, False], [True, False], [True, True], [True, True]]
+    lookup = splash_attention_kernel._next_nonzero
+    seen = [[bool(lookup(0, i, j, tables, tables, None)[2]) for j in range(2)] for i in range(4)]
+    assert seen == visible
+    # Where a tile is computed, its own data is there, in the backward order too.
+    for i, j in ((i, j) for i in range(4) for j in range(2) if visible[i][j]):
+        assert int(lookup(0, i, j, tables, tables, None)[0]) == j
+        assert int(lookup(0, i, j, tables, tables, None, next_i=True)[0]) == i
