@@ -421,9 +421,10 @@ def draw(results: Results) -> None:
             panel.set_ylim(0, 1.4)
     for panel in axes[:, 0]:
         panel.set_ylabel("share of issue limit")
-    axes[0, 0].legend(fontsize=7, loc="upper center", ncols=5, columnspacing=1, handletextpad=0.4)
     figure.suptitle(f"Flash attention, T = S = {LENGTH}, bfloat16: simulated, not measured")
-    figure.tight_layout()
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="lower center", ncols=5)
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(PICTURE, dpi=120)
     plt.close(figure)
 
