@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_pallas_attn.kernels import tiles as tiles_lib
-from flax_pallas_attn.kernels.online_softmax import LN_2, LOG2_E, dot, finite
+from flax_pallas_attn.kernels.online_softmax import LN_2, LOG2_E, dot, finite_columns
 from flax_pallas_attn.kernels.score_tiles import (
     ScoreInputs,
     ScoreOptions,
@@ -254,7 +254,7 @@ def _kernel(
             for sum_ref, hbm_ref in sums:
                 pltpu.sync_copy(hbm_tile(hbm_ref), sum_ref)
 
-    key_transposed = finite(inputs.key[0, 0]).T
+    key_transposed, _ = finite_columns(inputs.key[0, 0].T)
     width, step = walk.unit_queries, walk.unit_keys
 
     def operands(tile, unit: Unit):
@@ -297,7 +297,7 @@ def _kernel(
             unit_products, change, logsumexp, delta, is_cut=unit.is_cut
         )
         if unit.is_cut:
-            query, output_gradient = finite(query), finite(output_gradient)
+            query, output_gradient = (finite_columns(x)[0] for x in (query, output_gradient))
         probabilities = probabilities.astype(value.dtype)
         score_gradient = score_gradient.astype(key.dtype)
         (key_sum, _), (value_sum, _) = sums
