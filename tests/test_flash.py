@@ -130,8 +130,7 @@ BANDS = {
 )
 def test_tiles_of_several_units(name, interpret, monkeypatch):
     """Units that a band hides, cuts or leaves whole, in tiles of which the last run over."""
-    monkeypatch.setattr("flax_pallas_attn.kernels.flash_forward.UNIT", 128)
-    monkeypatch.setattr("flax_pallas_attn.kernels.flash_backward.UNIT", 128)
+    monkeypatch.setattr(tiles_lib, "unit", lambda: 128)
     tiles = Tiles(
         query=512,
         key=256,
