@@ -36,7 +36,7 @@ from flax_pallas_attn.kernels.score_tiles import (
     score_inputs,
     score_specs,
 )
-from flax_pallas_attn.kernels.tiles import LANES, Tiles
+from flax_pallas_attn.kernels.tiles import LANES, Tiles, pad_to
 from flax_pallas_attn.kernels.walk import Unit, Walk
 from flax_pallas_attn.masking import Mask
 
@@ -101,8 +101,7 @@ def flash_forward(
         unit=tiles_lib.unit(),
         query_size=tiles.query,
         key_size=tiles.key,
-        queries=queries,
-        keys=keys,
+        **_lengths(mask, queries, keys, tiles),
         all_cut=options.bias is not None,
     )
     spans = dataclasses.replace(walk, mask=mask).spans()
@@ -176,6 +175,21 @@ def flash_forward(
         name="flash_forward",
     )(*prefetched, inputs)
     return output, logsumexp[:, :, 0]
+
+
+def _lengths(mask: Mask, queries: int, keys: int, tiles: Tiles) -> dict[str, int]:
+    """Lengths to walk along: up to the end of the last tile, where that changes nothing.
+
+    What is beyond the queries is not written. What is beyond the keys is not seen if the last query
+    does not see it. Without an end within a tile there is one kind of tile less to write out.
+    """
+    padded_queries, padded_keys = pad_to(queries, tiles.query), pad_to(keys, tiles.key_chunk)
+    is_hidden = mask.lower is not None and mask.query_offset + queries - mask.lower <= keys
+    if mask.is_band and padded_queries == pad_to(queries, tiles_lib.unit()):
+        queries = padded_queries
+        if is_hidden and padded_keys == pad_to(keys, tiles_lib.unit()):
+            keys = padded_keys
+    return {"queries": queries, "keys": keys}
 
 
 def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, tiles: Tiles):

@@ -231,7 +231,7 @@ def default_tiles(shape: Shape) -> Tiles:
     sizes = [512, 256, 128]
     if shape.itemsize <= 2 and shape.is_band:
         sizes = [1024, *sizes]
-        if shape.queries % 2048 == 0 and shape.keys % 2048 == 0:
+        if all(pad_to(size, unit()) % 2048 == 0 for size in (shape.queries, shape.keys)):
             sizes = [2048, *sizes]
 
     def forward(size: int) -> _Candidate:
