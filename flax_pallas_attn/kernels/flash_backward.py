@@ -254,7 +254,7 @@ def _kernel(
             for sum_ref, hbm_ref in sums:
                 pltpu.sync_copy(hbm_tile(hbm_ref), sum_ref)
 
-    key_transposed, _ = finite_columns(inputs.key[0, 0].T)
+    key_transposed = finite_columns(inputs.key[0, 0].T)[0]
     width, step = walk.unit_queries, walk.unit_keys
 
     def operands(tile, unit: Unit):
@@ -317,8 +317,8 @@ def _kernel(
         @pl.loop(0, chunk_tiles)
         def _(tile):
             part = pl.ds(tile * size, size)
-            gradient = scratch.query_gradient[:, part].T * scale
-            gradients.query[0, 0, part, :] = gradient.astype(gradients.query.dtype)
+            gradient = scratch.query_gradient[:, part] * scale
+            gradients.query[0, 0, part, :] = gradient.astype(gradients.query.dtype).T
 
     # The query in the sum carried scale * log2(e): the key's gradient wants scale alone.
     for (sum_ref, out_ref), factor in zip(sums, (LN_2, 1.0), strict=True):
@@ -328,7 +328,7 @@ def _kernel(
             if sums_in_hbm:
                 sum_ref[...] *= factor
             else:
-                out_ref[0, 0] = (sum_ref[...] * factor).T.astype(out_ref.dtype)
+                out_ref[0, 0] = (sum_ref[...] * factor).astype(out_ref.dtype).T
 
         if sums_in_hbm:
             pltpu.sync_copy(sum_ref, hbm_tile(out_ref))

@@ -40,8 +40,14 @@ from flax_pallas_attn.kernels.tiles import LANES, Tiles, pad_to
 from flax_pallas_attn.kernels.walk import Unit, Walk
 from flax_pallas_attn.masking import Mask
 
-LOOK_AHEAD = 5
-"""Units between the product of query and key of a unit and its softmax."""
+
+def _look_ahead(head_dim: int) -> int:
+    """Units between the product of query and key of a unit and its softmax.
+
+    By simulation (benchmarks/LOG.md): a product of large heads takes as long as more of others.
+    """
+    return 5 if head_dim <= LANES else 3
+
 
 SUM_ROWS = 16
 """Rows before those of the output: 8 sum up to the row's sum, 8 to what is not finite in it."""
@@ -57,9 +63,12 @@ class _Inputs(NamedTuple):
 class _Scratch(NamedTuple):
     maximum: Any  # [1, query tile]
     sums: Any  # [SUM_ROWS + Hv, query tile], not yet divided by the row's sum
-    products: Any  # [keys of a unit, LOOK_AHEAD units' queries]: of the tile to come
+    products: Any  # [keys of a unit, queries of some units]: of the tile to come
 
 
+@functools.partial(
+    jax.jit, static_argnames=("scale", "precision", "tiles", "reuse_query"), inline=True
+)
 def flash_forward(
     query: jax.Array,
     key: jax.Array,
@@ -158,7 +167,9 @@ def flash_forward(
                 _Scratch(
                     pltpu.VMEM((1, tiles.query), jnp.float32),
                     pltpu.VMEM((SUM_ROWS + value_dim, tiles.query), jnp.float32),
-                    pltpu.VMEM((walk.unit_keys, LOOK_AHEAD * walk.unit_queries), jnp.float32),
+                    pltpu.VMEM(
+                        (walk.unit_keys, _look_ahead(head_dim) * walk.unit_queries), jnp.float32
+                    ),
                 )
             ],
         ),
@@ -207,6 +218,7 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
     query = inputs.query[0, 0].astype(jnp.float32) * (scale * LOG2_E)
     width, step = walk.unit_queries, walk.unit_keys
     chunk_tiles = tiles.key_chunk // tiles.key
+    look_ahead = _look_ahead(inputs.query.shape[3])
     ends_in_visit = chunks == 1 and walk.has_known_end
 
     def product(tile, unit: Unit):
@@ -219,12 +231,12 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
         def put(i, unit):
             scratch.products[:, pl.ds(i * width, width)] = product(tile, unit)
 
-        return [functools.partial(put, i, unit) for i, unit in enumerate(units[:LOOK_AHEAD])]
+        return [functools.partial(put, i, unit) for i, unit in enumerate(units[:look_ahead])]
 
     def visit(tile, units: list[Unit], expected: list[Unit], following: list[Unit]):
         products = {
             unit.place: scratch.products[:, pl.ds(i * width, width)]
-            for i, unit in enumerate(expected[:LOOK_AHEAD])
+            for i, unit in enumerate(expected[:look_ahead])
         }
 
         def put(unit):

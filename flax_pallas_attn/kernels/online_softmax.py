@@ -70,6 +70,7 @@ def finite_columns(x) -> tuple[jax.Array, jax.Array]:
     return pltpu.bitcast(jnp.where(is_bad, 0, bits), x.dtype)[:rows].astype(dtype), is_bad
 
 
+@functools.partial(jax.jit, inline=True)
 def softmax_step(scores, maximum):
     """Takes one more tile of scores into a running softmax.
 

@@ -135,10 +135,10 @@ def vmem_limit_bytes(estimate: int | None = None) -> int:
     """VMEM that a kernel may use: of the generation compiled for, or of the smallest one.
 
     What a kernel asks for XLA cannot use for what it keeps in VMEM around it: with an `estimate`
-    of the need, no more than twice that and room for what the compiler spills.
+    of the need, no more than a quarter beyond it and room for what the compiler spills.
     """
     limit = int(_VMEM_BYTES.get(tpu_kind() or "", _LEAST_VMEM_BYTES) * _USABLE_VMEM)
-    return limit if estimate is None else min(limit, 2 * estimate + 16 * _MIB)
+    return limit if estimate is None else min(limit, estimate + estimate // 4 + 8 * _MIB)
 
 
 def forward_vmem_bytes(tiles: Tiles, shape: Shape) -> int:
@@ -233,11 +233,13 @@ def default_tiles(shape: Shape) -> Tiles:
         sizes = [1024, *sizes]
         if all(pad_to(size, unit()) % 2048 == 0 for size in (shape.queries, shape.keys)):
             sizes = [2048, *sizes]
+    # Of the smaller units there are four times as many in a tile.
+    most_keys = 2048 if unit() > LANES else 1024
 
     def forward(size: int) -> _Candidate:
         query = min(size, _whole_units(shape.queries, unit()))
         # A band is known unit by unit where the tiles of the axis that walks hold whole others.
-        key = math.gcd(query, min(size, _whole_units(shape.keys, unit())))
+        key = math.gcd(query, min(size, most_keys, _whole_units(shape.keys, unit())))
         return _Candidate("key_chunk", key, shape.keys, {"query": query, "key": key})
 
     def backward(size: int) -> _Candidate:
