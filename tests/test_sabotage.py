@@ -114,7 +114,7 @@ FLASH = [
     Mutation("kernels/flash_forward.py", "walk.key_stop", "walk.query_stop"),
     Mutation("kernels/flash_forward.py", "factor *= shrink", "factor /= shrink", "sinks"),
     Mutation("kernels/flash_backward.py", "(LN_2, 1.0)", "(1.0, 1.0)"),
-    Mutation("kernels/flash_backward.py", ".T * scale", ".T / scale"),
+    Mutation("kernels/flash_backward.py", "part] * scale", "part] / scale"),
     Mutation("kernels/score_tiles.py", "(change - delta)", "(change + delta)"),
     Mutation("kernels/score_tiles.py", "self.bias * LOG2_E", "self.bias", "bias"),
     Mutation(
