@@ -100,7 +100,7 @@ def flash_backward(
     chunks, key_tiles = pl.cdiv(queries, chunk), pl.cdiv(keys, key_size)
     shape = tiles_lib.shape_of(query, key, value, mask, options.bias)
     sums_in_hbm = group * chunks > 1 and not tiles_lib.key_gradients_fit(tiles, shape)
-    keys_in_vmem = key_tiles * key_size if group * chunks > 1 and not sums_in_hbm else key_size
+    keys_in_vmem = tiles_lib.backward_keys_in_vmem(tiles, shape, group)
     vmem_bytes = tiles_lib.backward_vmem_bytes(tiles, shape, keys_in_vmem)
     walk = Walk(
         mask=jax.tree.map(jax.typeof, mask),

@@ -44,7 +44,7 @@ from flax_pallas_attn.masking import Mask
 def _look_ahead(head_dim: int) -> int:
     """Units between the product of query and key of a unit and its softmax.
 
-    By simulation (benchmarks/LOG.md): a product of large heads takes as long as more of others.
+    The best by simulation (benchmarks/LOG.md): large heads take longer, so fewer of them suffice.
     """
     return 5 if head_dim <= LANES else 3
 
