@@ -35,6 +35,12 @@ class SegmentIds:
     query: jax.Array
     key: jax.Array
 
+    def with_padding_apart(self) -> "SegmentIds":
+        """The same with padding that is equal to nothing: -1 of queries, -2 of keys."""
+        return SegmentIds(
+            jnp.where(self.query < 0, -1, self.query), jnp.where(self.key < 0, -2, self.key)
+        )
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["query", "key"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +63,8 @@ class Tokens:
     Attributes:
       index: Place in the array, int32, e.g. `[T, 1]`.
       position: Place in the document, int32; `index` (plus the query offset) unless given.
-      segment: Segment id, int32, or None where all tokens share one.
+      segment: Segment id, int32, of `SegmentIds.with_padding_apart`, or None where all tokens
+        share one.
       stop: Number of tokens that exist: an index at or beyond it is padding of a tile. None where
         no tile runs over the end.
     """
@@ -157,7 +164,7 @@ class Mask:
             conditions.append(self.rule(query.position, key.position))
         if self.segment_ids is not None:
             assert key.segment is not None, "tokens of a mask with segments have them"
-            conditions.append((query.segment == key.segment) & (key.segment >= 0))
+            conditions.append(query.segment == key.segment)
         if query.stop is not None:
             conditions.append(query.index < query.stop)
         if key.stop is not None:
@@ -250,6 +257,9 @@ def _tokens(index, axis, offset, positions, segment_ids, side) -> Tokens:
     def along(x):
         return x[..., :, None] if axis == 0 else x[..., None, :]
 
+    if segment_ids is not None:
+        segment_ids = segment_ids.with_padding_apart()
+
     def gathered(pair):
         return along(jnp.take(getattr(pair, side), index, axis=1, mode="clip"))
 
@@ -263,21 +273,34 @@ def _tokens(index, axis, offset, positions, segment_ids, side) -> Tokens:
 def tile_spans(
     mask: Mask, query_size: int, key_size: int, queries: int, keys: int
 ) -> tuple[Span, Span]:
-    """Spans of a mask that is data, from each tile's least and greatest position and segment.
+    """Spans of a mask that is data, by `tile_flags`.
 
-    Costs O(T + S) reads and a table of one flag per pair of tiles. A visited tile may turn out
-    empty; one that is skipped never holds anything.
+    Returns:
+      For each query tile the span of key tiles, `[B, query tiles]` int32 each, and for each key
+      tile the span of query tiles, `[B, key tiles]`.
+    """
+    some, full = tile_flags(mask, query_size, key_size, queries, keys)
+    return _flags_to_span(some, full), _flags_to_span(some.mT, full.mT)
+
+
+def tile_flags(
+    mask: Mask, query_size: int, key_size: int, queries: int, keys: int
+) -> tuple[jax.Array, jax.Array]:
+    """Which tiles may hold anything, and which are full for sure.
+
+    From each tile's least and greatest position and segment: O(T + S) reads, and a table of a flag
+    per pair of tiles. A tile that may hold something may turn out empty; one that is said to hold
+    nothing never does.
 
     Args:
-      mask: Its segment ids or positions are traced arrays.
+      mask: Of any kind. Its dense part and its rule are not looked at: no tile is full with one.
       query_size: Queries in a tile.
       key_size: Keys in a tile.
       queries: T.
       keys: S.
 
     Returns:
-      For each query tile the span of key tiles, `[B, query tiles]` int32 each, and for each key
-      tile the span of query tiles, `[B, key tiles]`.
+      `[B or 1, query tiles, key tiles]` bool each.
     """
     position, segment = mask.positions, mask.segment_ids
     query_position = position.query if position else jnp.arange(queries)[None] + mask.query_offset
@@ -300,16 +323,15 @@ def tile_spans(
         key_low, key_high = _tile_extremes(segment.key, key_size, padding=True)
         query_low, query_high = query_low[:, :, None], query_high[:, :, None]
         key_low, key_high = key_low[:, None, :], key_high[:, None, :]
-        some &= (query_low <= key_high) & (key_low <= query_high)
+        some = some & (query_low <= key_high) & (key_low <= query_high)
         alike = (query_low == query_high) & (key_low == key_high) & (query_low == key_low)
-        full &= alike & _tile_all(segment.query >= 0, query_size)[:, :, None]
-        full &= _tile_all(segment.key >= 0, key_size)[:, None, :]
+        full = full & alike & _tile_all(segment.query >= 0, query_size)[:, :, None]
+        full = full & _tile_all(segment.key >= 0, key_size)[:, None, :]
     if queries % query_size:
         full &= (jnp.arange(full.shape[1]) < full.shape[1] - 1)[None, :, None]
     if keys % key_size:
         full &= (jnp.arange(full.shape[2]) < full.shape[2] - 1)[None, None, :]
-    full &= some
-    return _flags_to_span(some, full), _flags_to_span(some.mT, full.mT)
+    return some, full & some
 
 
 def _tile_extremes(x: jax.Array, size: int, padding: bool = False):

@@ -41,6 +41,7 @@ def shape(
     itemsize=2,
     is_band=True,
     pair_bytes=0,
+    token_rows=0,
 ):
     return Shape(
         queries=queries,
@@ -50,6 +51,7 @@ def shape(
         itemsize=itemsize,
         is_band=is_band,
         pair_bytes=pair_bytes,
+        token_rows=token_rows,
     )
 
 
@@ -76,6 +78,7 @@ def assert_tiles_fit(shape):
         itemsize=st.sampled_from([2, 4]),
         is_band=st.booleans(),
         pair_bytes=st.sampled_from([0, 1, 4, 5]),
+        token_rows=st.integers(0, 2),
     )
 )
 @hypothesis.settings(max_examples=200)
@@ -182,6 +185,7 @@ def test_shape_of_a_call(mask, is_band):
         value_dim=32,
         is_band=is_band,
         pair_bytes=0 if mask.dense is None else 1,
+        token_rows=sum(x is not None for x in (mask.positions, mask.segment_ids)),
     )
 
 

@@ -1,6 +1,7 @@
 """Flash attention, backward: the gradients of query, key and value in one pass over the scores.
 
-Grid: batch, key head, query head of its group, query chunk, key tile. A chunk of queries (a whole
+Grid: batch, key heads, query heads of their group (one each, or some where they are short), query
+chunk, key tile. A chunk of queries (a whole
 head's, at usual lengths) stands in VMEM with its output gradient and its own gradient, which sums
 up there over all key tiles. Key and value gradients sum up over query chunks and the heads of the
 group: in VMEM where a head's fit, else in HBM.
@@ -28,7 +29,7 @@ from flax_pallas_attn.kernels.score_tiles import (
     score_specs,
 )
 from flax_pallas_attn.kernels.tiles import Tiles
-from flax_pallas_attn.kernels.walk import Unit, Walk
+from flax_pallas_attn.kernels.walk import Unit, Walk, work_spec
 from flax_pallas_attn.masking import Mask
 
 LOOK_AHEAD = 2
@@ -36,27 +37,29 @@ LOOK_AHEAD = 2
 
 
 class _Inputs(NamedTuple):
-    query: Any  # [1, 1, query chunk, H]
-    key: Any  # [1, 1, key tile, H]
-    value: Any  # [1, 1, key tile, Hv]
-    output_gradient: Any  # [1, 1, query chunk, Hv]
-    logsumexp: Any  # [1, 1, 1, query chunk]
-    delta: Any  # [1, 1, 1, query chunk]
+    query: Any  # [1, query heads, query chunk, H]
+    key: Any  # [1, key heads, key tile, H]
+    value: Any  # [1, key heads, key tile, Hv]
+    output_gradient: Any  # [1, query heads, query chunk, Hv]
+    logsumexp: Any  # [1, query heads, 1, query chunk]
+    delta: Any  # [1, query heads, 1, query chunk]
     scores: ScoreInputs
+    work: Any  # of a `Walk`, in scalar memory
 
 
 class _Gradients(NamedTuple):
-    query: Any  # [1, 1, query chunk, H]
-    key: Any  # [1, 1, key tile, H], or all of HBM: [B, K, keys, H] float32
+    query: Any  # [1, query heads, query chunk, H]
+    key: Any  # [1, key heads, key tile, H], or all of HBM: [B, K, keys, H] float32
     value: Any
 
 
 class _Scratch(NamedTuple):
-    query: Any  # [H, query chunk], scaled
-    output_gradient: Any  # [Hv, query chunk]
-    query_gradient: Any  # [H, query chunk]
-    key_gradient: Any  # [slots, H, key tile]
-    value_gradient: Any  # [slots, Hv, key tile]
+    query: Any  # [H, query heads * query chunk], scaled
+    output_gradient: Any  # [Hv, query heads * query chunk]
+    query_gradient: Any  # [H, query heads * query chunk]
+    key: Any  # [H, key heads * key tile]
+    key_gradient: Any  # [slots, H, key heads * key tile]
+    value_gradient: Any  # [slots, Hv, key heads * key tile]
 
 
 def flash_backward(
@@ -99,9 +102,12 @@ def flash_backward(
     chunk = tiles.backward_query_chunk
     chunks, key_tiles = pl.cdiv(queries, chunk), pl.cdiv(keys, key_size)
     shape = tiles_lib.shape_of(query, key, value, mask, options.bias)
+    step_heads = tiles_lib.backward_heads(tiles, shape, heads, group)
+    step_kv_heads = max(1, step_heads // group)
+    members = group // step_heads if step_heads < group else 1
     sums_in_hbm = group * chunks > 1 and not tiles_lib.key_gradients_fit(tiles, shape)
     keys_in_vmem = tiles_lib.backward_keys_in_vmem(tiles, shape, group)
-    vmem_bytes = tiles_lib.backward_vmem_bytes(tiles, shape, keys_in_vmem)
+    vmem_bytes = tiles_lib.backward_vmem_bytes(tiles, shape, keys_in_vmem, step_heads)
     walk = Walk(
         mask=jax.tree.map(jax.typeof, mask),
         by_query=False,
@@ -111,25 +117,28 @@ def flash_backward(
         queries=queries,
         keys=keys,
         all_cut=options.bias is not None,
+        heads=step_heads,
     )
-    spans = dataclasses.replace(walk, mask=mask).spans()
-    prefetched = () if spans is None else (spans,)
+    work = dataclasses.replace(walk, mask=mask).work(chunk)
 
-    def index(b, n, g, c, j, *_):
-        return b, n * group + g, c, j
+    def index(b, n, g, c, j):
+        return b, n * members + g, c, j
 
-    def query_index(b, n, g, c, j, *_):
-        return b, n * group + g, c, 0
+    def query_index(b, n, g, c, j):
+        return b, n * members + g, c, 0
 
-    def row_index(b, n, g, c, j, *_):
-        return b, n * group + g, 0, c
+    def row_index(b, n, g, c, j):
+        return b, n * members + g, 0, c
 
-    def key_index(b, n, g, c, j, *_):
+    def key_index(b, n, g, c, j):
         return b, n, j, 0
 
-    def key_gradient_index(b, n, g, c, j, *_):
+    def key_gradient_index(b, n, g, c, j):
         """Stays at the first tile until the sums are complete, so that each is written once."""
-        return b, n, jnp.where((g == group - 1) & (c == chunks - 1), j, 0), 0
+        return b, n, jnp.where((g == members - 1) & (c == chunks - 1), j, 0), 0
+
+    def work_index(b, n, g, c, j):
+        return b if len(work) > 1 else 0, c * key_tiles + j, 0, 0
 
     inputs = _Inputs(
         query,
@@ -139,15 +148,17 @@ def flash_backward(
         logsumexp[:, :, None],
         delta[:, :, None],
         score_inputs(mask, options),
+        work,
     )
     in_specs = _Inputs(
-        pl.BlockSpec((1, 1, chunk, head_dim), query_index),
-        pl.BlockSpec((1, 1, key_size, head_dim), key_index),
-        pl.BlockSpec((1, 1, key_size, value_dim), key_index),
-        pl.BlockSpec((1, 1, chunk, value_dim), query_index),
-        pl.BlockSpec((1, 1, 1, chunk), row_index),
-        pl.BlockSpec((1, 1, 1, chunk), row_index),
-        score_specs(inputs.scores, chunk, key_size, index),
+        pl.BlockSpec((1, step_heads, chunk, head_dim), query_index),
+        pl.BlockSpec((1, step_kv_heads, key_size, head_dim), key_index),
+        pl.BlockSpec((1, step_kv_heads, key_size, value_dim), key_index),
+        pl.BlockSpec((1, step_heads, chunk, value_dim), query_index),
+        pl.BlockSpec((1, step_heads, 1, chunk), row_index),
+        pl.BlockSpec((1, step_heads, 1, chunk), row_index),
+        score_specs(inputs.scores, step_heads, chunk, key_size, index),
+        work_spec(work, work_index),
     )
     like = functools.partial(
         jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(query).manual_axis_type
@@ -160,7 +171,8 @@ def flash_backward(
         ]
     else:
         key_specs = [
-            pl.BlockSpec((1, 1, key_size, dim), key_gradient_index) for dim in (head_dim, value_dim)
+            pl.BlockSpec((1, step_kv_heads, key_size, dim), key_gradient_index)
+            for dim in (head_dim, value_dim)
         ]
         key_shapes = [like(x.shape, x.dtype) for x in (key, value)]
     slots = keys_in_vmem // key_size
@@ -175,18 +187,18 @@ def flash_backward(
             sums_in_hbm=sums_in_hbm,
         ),
         out_shape=_Gradients(like(query.shape, query.dtype), *key_shapes),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(prefetched),
-            grid=(batch, kv_heads, group, chunks, key_tiles),
+        grid_spec=pl.GridSpec(
+            grid=(batch, kv_heads // step_kv_heads, members, chunks, key_tiles),
             in_specs=[in_specs],
             out_specs=_Gradients(in_specs.query, *key_specs),
             scratch_shapes=[
                 _Scratch(
-                    pltpu.VMEM((head_dim, chunk), query.dtype),
-                    pltpu.VMEM((value_dim, chunk), query.dtype),
-                    pltpu.VMEM((head_dim, chunk), jnp.float32),
-                    pltpu.VMEM((slots, head_dim, key_size), jnp.float32),
-                    pltpu.VMEM((slots, value_dim, key_size), jnp.float32),
+                    pltpu.VMEM((head_dim, step_heads * chunk), query.dtype),
+                    pltpu.VMEM((value_dim, step_heads * chunk), query.dtype),
+                    pltpu.VMEM((head_dim, step_heads * chunk), jnp.float32),
+                    pltpu.VMEM((head_dim, step_kv_heads * key_size), key.dtype),
+                    pltpu.VMEM((slots, head_dim, step_kv_heads * key_size), jnp.float32),
+                    pltpu.VMEM((slots, value_dim, step_kv_heads * key_size), jnp.float32),
                 )
             ],
         ),
@@ -196,7 +208,7 @@ def flash_backward(
         ),
         cost_estimate=_cost(query, key, value, walk, tiles, sums_in_hbm),
         name="flash_backward",
-    )(*prefetched, inputs)
+    )(inputs)
     if sums_in_hbm:
         gradients = gradients._replace(
             key=gradients.key[..., :keys].mT.astype(key.dtype),
@@ -214,12 +226,14 @@ def _kernel(
     tiles: Tiles,
     sums_in_hbm: bool,
 ):
-    *spans_refs, inputs, query_ref, key_ref, value_ref, scratch = refs
+    inputs, query_ref, key_ref, value_ref, scratch = refs
     gradients = _Gradients(query_ref, key_ref, value_ref)
     batch_index, kv_head, member, chunk, key_tile = (pl.program_id(i) for i in range(5))
     members, chunks, key_tiles = (pl.num_programs(i) for i in range(2, 5))
     size, key_size = tiles.backward_query, tiles.backward_key
-    chunk_tiles = tiles.backward_query_chunk // size
+    chunk_size = tiles.backward_query_chunk
+    chunk_tiles = chunk_size // size
+    kv_heads = inputs.key.shape[1]
     is_first = (member == 0) & (chunk == 0)
     is_last = (member == members - 1) & (chunk == chunks - 1)
     slot = key_tile if scratch.key_gradient.shape[0] > 1 else 0
@@ -233,12 +247,14 @@ def _kernel(
 
     @pl.when(key_tile == 0)
     def _():
-        @pl.loop(0, chunk_tiles)
-        def _(tile):
-            part = pl.ds(tile * size, size)
-            scaled = inputs.query[0, 0, part, :].astype(jnp.float32) * (scale * LOG2_E)
-            scratch.query[:, part] = scaled.astype(scratch.query.dtype).T
-            scratch.output_gradient[:, part] = inputs.output_gradient[0, 0, part, :].T
+        for head in range(walk.heads):
+
+            @pl.loop(0, chunk_tiles)
+            def _(tile, head=head):
+                part, lanes = pl.ds(tile * size, size), pl.ds(head * chunk_size + tile * size, size)
+                scaled = inputs.query[0, head, part, :].astype(jnp.float32) * (scale * LOG2_E)
+                scratch.query[:, lanes] = scaled.astype(scratch.query.dtype).T
+                scratch.output_gradient[:, lanes] = inputs.output_gradient[0, head, part, :].T
 
         scratch.query_gradient[...] = jnp.zeros_like(scratch.query_gradient)
 
@@ -254,43 +270,54 @@ def _kernel(
             for sum_ref, hbm_ref in sums:
                 pltpu.sync_copy(hbm_tile(hbm_ref), sum_ref)
 
-    key_transposed = finite_columns(inputs.key[0, 0].T)[0]
+    for head in range(kv_heads):
+        scratch.key[:, _tile(head, key_size)] = finite_columns(inputs.key[0, head].T)[0]
     width, step = walk.unit_queries, walk.unit_keys
 
-    def operands(tile, unit: Unit):
-        """Keys, values, queries and output gradients of a unit."""
-        keys, part = pl.ds(unit.key, step), pl.ds(tile * size + unit.query, width)
+    def places(unit: Unit):
+        """Where a unit's queries and keys are in scratch memory."""
+        kv_head = unit.head * kv_heads // walk.heads
         return (
-            inputs.key[0, 0, keys, :],
-            inputs.value[0, 0, keys, :],
-            scratch.query[:, part],
-            scratch.output_gradient[:, part],
+            pl.ds(unit.head * chunk_size + unit.query, width),
+            pl.ds(kv_head * key_size + unit.key, step),
         )
 
-    def products(tile, unit: Unit):
-        key, value, query, output_gradient = operands(tile, unit)
+    def operands(unit: Unit):
+        """Keys, values, queries and output gradients of a unit."""
+        kv_head, keys = unit.head * kv_heads // walk.heads, pl.ds(unit.key, step)
+        queries, _ = places(unit)
+        return (
+            inputs.key[0, kv_head, keys, :],
+            inputs.value[0, kv_head, keys, :],
+            scratch.query[:, queries],
+            scratch.output_gradient[:, queries],
+        )
+
+    def products(unit: Unit):
+        key, value, query, output_gradient = operands(unit)
         return dot(key, query, (1, 0), precision), dot(value, output_gradient, (1, 0), precision)
 
-    def visit(tile, units: list[Unit], *_):
-        ahead = [products(tile, unit) for unit in units[:LOOK_AHEAD]]
+    def visit(units: list[Unit], *_):
+        ahead = [products(unit) for unit in units[:LOOK_AHEAD]]
         for i, unit in enumerate(units):
             if i + LOOK_AHEAD < len(units):
-                ahead.append(products(tile, units[i + LOOK_AHEAD]))
-            visit_unit(tile, unit, *ahead.pop(0))
+                ahead.append(products(units[i + LOOK_AHEAD]))
+            visit_unit(unit, *ahead.pop(0))
 
-    def visit_unit(tile, unit: Unit, unit_products, change):
-        offset = tile * size + unit.query
-        part, keys = pl.ds(offset, width), pl.ds(unit.key, step)
-        key, value, query, output_gradient = operands(tile, unit)
+    def visit_unit(unit: Unit, unit_products, change):
+        part = pl.ds(unit.query, width)
+        queries, keys = places(unit)
+        key, value, query, output_gradient = operands(unit)
         # Zero times delta: what is not finite in a row's output or its gradient reaches the sums.
-        delta = inputs.delta[0, 0, :, part]
-        logsumexp = inputs.logsumexp[0, 0, :, part] * LOG2_E + delta * 0.0
-        first = chunk * tiles.backward_query_chunk + offset
+        delta = inputs.delta[0, unit.head, :, part]
+        logsumexp = inputs.logsumexp[0, unit.head, :, part] * LOG2_E + delta * 0.0
+        first = chunk * chunk_size + unit.query
         score_tile = ScoreTile(
             walk.mask,
             options,
             inputs.scores,
-            TileAxis(first, offset, width, walk.query_stop),
+            unit.head,
+            TileAxis(first, unit.query, width, walk.query_stop),
             TileAxis(key_tile * key_size + unit.key, unit.key, step, walk.key_stop),
         )
         probabilities, _, score_gradient = score_tile.gradients(
@@ -303,22 +330,23 @@ def _kernel(
         (key_sum, _), (value_sum, _) = sums
         value_sum[:, keys] += dot(output_gradient, probabilities, (1, 1), precision)
         key_sum[:, keys] += dot(query, score_gradient, (1, 1), precision)
-        scratch.query_gradient[:, part] += dot(
-            key_transposed[:, unit.key : unit.key + step], score_gradient, (1, 0), precision
+        scratch.query_gradient[:, queries] += dot(
+            scratch.key[:, keys], score_gradient, (1, 0), precision
         )
 
     key_tile_index = key_tile if walk.keys > key_size else 0
-    span = walk.span(batch_index, key_tile_index, *spans_refs)
-    first = chunk * chunk_tiles if walk.queries > tiles.backward_query_chunk else 0
-    walk.visit(key_tile_index, span, first, chunk_tiles, visit)
+    first = chunk * chunk_tiles if walk.queries > chunk_size else 0
+    walk.visit(key_tile_index, first, chunk_size, lambda units: None, visit, inputs.work)
 
     @pl.when(key_tile == key_tiles - 1)
     def _():
-        @pl.loop(0, chunk_tiles)
-        def _(tile):
-            part = pl.ds(tile * size, size)
-            gradient = scratch.query_gradient[:, part] * scale
-            gradients.query[0, 0, part, :] = gradient.astype(gradients.query.dtype).T
+        for head in range(walk.heads):
+
+            @pl.loop(0, chunk_tiles)
+            def _(tile, head=head):
+                part, lanes = pl.ds(tile * size, size), pl.ds(head * chunk_size + tile * size, size)
+                gradient = scratch.query_gradient[:, lanes] * scale
+                gradients.query[0, head, part, :] = gradient.astype(gradients.query.dtype).T
 
     # The query in the sum carried scale * log2(e): the key's gradient wants scale alone.
     for (sum_ref, out_ref), factor in zip(sums, (LN_2, 1.0), strict=True):
@@ -328,10 +356,17 @@ def _kernel(
             if sums_in_hbm:
                 sum_ref[...] *= factor
             else:
-                out_ref[0, 0] = (sum_ref[...] * factor).astype(out_ref.dtype).T
+                for head in range(kv_heads):
+                    part = sum_ref[:, _tile(head, key_size)] * factor
+                    out_ref[0, head] = part.astype(out_ref.dtype).T
 
         if sums_in_hbm:
             pltpu.sync_copy(sum_ref, hbm_tile(out_ref))
+
+
+def _tile(head: int, size: int) -> pl.Slice:
+    """Of scratch memory in which heads stand side by side."""
+    return pl.ds(head * size, size)
 
 
 def _cost(query, key, value, walk: Walk, tiles: Tiles, sums_in_hbm: bool) -> pl.CostEstimate:

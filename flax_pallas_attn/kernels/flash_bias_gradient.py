@@ -113,7 +113,7 @@ def flash_bias_gradient(
         pl.BlockSpec((1, 1, size, value_dim), query_index),
         pl.BlockSpec((1, 1, 1, size), row_index),
         pl.BlockSpec((1, 1, 1, size), row_index),
-        score_specs(inputs.scores, size, key_size, index),
+        score_specs(inputs.scores, 1, size, key_size, index),
     )
     scores = batch * heads * walk.scores
     gradient = pl.pallas_call(
@@ -173,6 +173,7 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale, precision, index, s
             walk.mask,
             options,
             inputs.scores,
+            0,
             TileAxis(query_tile * size, 0, size, walk.query_stop),
             TileAxis(key_tile * key_size, 0, key_size, walk.key_stop),
         )

@@ -1,6 +1,6 @@
 """Flash attention, forward: output and logsumexp.
 
-Grid: batch, query head, query tile, key chunk. A chunk of keys and values stands in VMEM (a whole
+Grid: batch, query heads (one, or some where they are short), query tile, key chunk. A chunk of keys and values stands in VMEM (a whole
 head's, at usual lengths: consecutive query tiles and the query heads of a group then share one
 copy); within it the query tile walks along the tiles that the mask leaves. The units of a tile are
 written out one after another, and the product of query and key of a unit comes some units before
@@ -37,7 +37,7 @@ from flax_pallas_attn.kernels.score_tiles import (
     score_specs,
 )
 from flax_pallas_attn.kernels.tiles import LANES, Tiles, pad_to
-from flax_pallas_attn.kernels.walk import Unit, Walk
+from flax_pallas_attn.kernels.walk import Unit, Walk, work_spec
 from flax_pallas_attn.masking import Mask
 
 
@@ -54,15 +54,17 @@ SUM_ROWS = 16
 
 
 class _Inputs(NamedTuple):
-    query: Any  # [1, 1, query tile, H]
-    key: Any  # [1, 1, key chunk, H]
-    value: Any  # [1, 1, key chunk, Hv]
+    query: Any  # [1, query heads, query tile, H]
+    key: Any  # [1, key heads, key chunk, H]
+    value: Any  # [1, key heads, key chunk, Hv]
     scores: ScoreInputs
+    work: Any  # of a `Walk`, in scalar memory
 
 
 class _Scratch(NamedTuple):
-    maximum: Any  # [1, query tile]
-    sums: Any  # [SUM_ROWS + Hv, query tile], not yet divided by the row's sum
+    query: Any  # [query heads * query tile, H], scaled
+    maximum: Any  # [1, query heads * query tile]
+    sums: Any  # [SUM_ROWS + Hv, query heads * query tile], not yet divided by the row's sum
     products: Any  # [keys of a unit, queries of some units]: of the tile to come
 
 
@@ -104,6 +106,9 @@ def flash_forward(
     query_tiles = pl.cdiv(queries, tiles.query)
     chunks = pl.cdiv(keys, tiles.key_chunk)
     chunk_tiles = tiles.key_chunk // tiles.key
+    shape = tiles_lib.shape_of(query, key, value, mask, options.bias)
+    step_heads = tiles_lib.forward_heads(tiles, shape, heads, group)
+    step_kv_heads = max(1, step_heads // group)
     walk = Walk(
         mask=jax.tree.map(jax.typeof, mask),
         by_query=True,
@@ -112,12 +117,14 @@ def flash_forward(
         key_size=tiles.key,
         **_lengths(mask, queries, keys, tiles),
         all_cut=options.bias is not None,
+        heads=step_heads,
     )
-    spans = dataclasses.replace(walk, mask=mask).spans()
+    data_walk = dataclasses.replace(walk, mask=mask)
+    spans = data_walk.spans() if chunks > 1 else None
     prefetched = () if spans is None else (spans,)
 
     def index(b, n, i, c, *spans_refs):
-        """Batch, query head, query tile, and the nearest key chunk that this tile needs."""
+        """Batch, query heads, query tile, and the nearest key chunk that this tile needs."""
         if chunks > 1:
             span = walk.span(b, i, *spans_refs)
             last = jnp.maximum(span.stop - 1, span.start) // chunk_tiles
@@ -129,14 +136,19 @@ def flash_forward(
 
     def key_index(*grid):
         b, n, _, c = index(*grid)
-        return b, n // group, c, 0
+        return b, n * step_heads // group // step_kv_heads, c, 0
 
-    inputs = _Inputs(query, key, value, score_inputs(mask, options))
+    def work_index(b, n, i, c, *spans_refs):
+        return b if len(work) > 1 else 0, c * query_tiles + i, 0, 0
+
+    work = data_walk.work(tiles.key_chunk)
+    inputs = _Inputs(query, key, value, score_inputs(mask, options), work)
     in_specs = _Inputs(
-        pl.BlockSpec((1, 1, tiles.query, head_dim), query_index),
-        pl.BlockSpec((1, 1, tiles.key_chunk, head_dim), key_index),
-        pl.BlockSpec((1, 1, tiles.key_chunk, value_dim), key_index),
-        score_specs(inputs.scores, tiles.query, tiles.key_chunk, index),
+        pl.BlockSpec((1, step_heads, tiles.query, head_dim), query_index),
+        pl.BlockSpec((1, step_kv_heads, tiles.key_chunk, head_dim), key_index),
+        pl.BlockSpec((1, step_kv_heads, tiles.key_chunk, value_dim), key_index),
+        score_specs(inputs.scores, step_heads, tiles.query, tiles.key_chunk, index),
+        work_spec(work, work_index),
     )
     kernel = functools.partial(
         _kernel,
@@ -157,16 +169,19 @@ def flash_forward(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
-            grid=(batch, heads, query_tiles, chunks),
+            grid=(batch, heads // step_heads, query_tiles, chunks),
             in_specs=[in_specs],
             out_specs=(
-                pl.BlockSpec((1, 1, tiles.query, value_dim), query_index),
-                pl.BlockSpec((1, 1, 1, tiles.query), lambda b, n, i, c, *_: (b, n, 0, i)),
+                pl.BlockSpec((1, step_heads, tiles.query, value_dim), query_index),
+                pl.BlockSpec(
+                    (1, step_heads, 1, tiles.query), lambda b, n, i, c, *_: (b, n, 0, i)
+                ),
             ),
             scratch_shapes=[
                 _Scratch(
-                    pltpu.VMEM((1, tiles.query), jnp.float32),
-                    pltpu.VMEM((SUM_ROWS + value_dim, tiles.query), jnp.float32),
+                    pltpu.VMEM((step_heads * tiles.query, head_dim), query.dtype),
+                    pltpu.VMEM((1, step_heads * tiles.query), jnp.float32),
+                    pltpu.VMEM((SUM_ROWS + value_dim, step_heads * tiles.query), jnp.float32),
                     pltpu.VMEM(
                         (walk.unit_keys, _look_ahead(head_dim) * walk.unit_queries), jnp.float32
                     ),
@@ -177,9 +192,7 @@ def flash_forward(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=tiles_lib.vmem_limit_bytes(
-                tiles_lib.forward_vmem_bytes(
-                    tiles, tiles_lib.shape_of(query, key, value, mask, options.bias)
-                )
+                tiles_lib.forward_vmem_bytes(tiles, shape, step_heads)
             ),
         ),
         cost_estimate=_cost(query, key, value, walk, tiles),
@@ -204,75 +217,99 @@ def _lengths(mask: Mask, queries: int, keys: int, tiles: Tiles) -> dict[str, int
 
 
 def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, tiles: Tiles):
-    *spans_refs, inputs, output_ref, logsumexp_ref, scratch = refs
+    inputs, output_ref, logsumexp_ref, scratch = refs[-4:]
     query_tile = pl.program_id(2) if walk.queries > tiles.query else 0
     chunks = pl.cdiv(walk.keys, tiles.key_chunk)
     chunk = pl.program_id(3) if chunks > 1 else 0
 
-    @pl.when(chunk == 0)
+    @pl.when((chunk == 0) & (not walk.is_known))
     def _():
         scratch.maximum[...] = jnp.full_like(scratch.maximum, -jnp.inf)
         scratch.sums[...] = jnp.zeros_like(scratch.sums)
 
     dtype = inputs.query.dtype
-    query = inputs.query[0, 0].astype(jnp.float32) * (scale * LOG2_E)
     width, step = walk.unit_queries, walk.unit_keys
-    chunk_tiles = tiles.key_chunk // tiles.key
     look_ahead = _look_ahead(inputs.query.shape[3])
     ends_in_visit = chunks == 1 and walk.has_known_end
 
-    def product(tile, unit: Unit):
-        keys = pl.ds(tile * tiles.key + unit.key, step)
-        part = query[unit.query : unit.query + width].astype(dtype)
-        return dot(inputs.key[0, 0, keys, :], part, (1, 1), precision)
+    kv_heads = inputs.key.shape[1]
+
+    def kv_head(unit: Unit) -> int:
+        return unit.head * kv_heads // walk.heads
+
+    def own(unit: Unit):
+        """Where the unit's queries are in scratch memory."""
+        return pl.ds(unit.head * tiles.query + unit.query, width)
+
+    for head in range(walk.heads):
+        scaled = inputs.query[0, head].astype(jnp.float32) * (scale * LOG2_E)
+        scratch.query[pl.ds(head * tiles.query, tiles.query), :] = scaled.astype(dtype)
+
+    def product(unit: Unit):
+        keys = inputs.key[0, kv_head(unit), pl.ds(unit.key, step), :]
+        return dot(keys, scratch.query[own(unit), :], (1, 1), precision)
 
     # The products that a tile begins with wait in scratch memory, put there by the one before.
-    def put_leading(tile, units: list[Unit]):
+    def put_leading(units: list[Unit]):
         def put(i, unit):
-            scratch.products[:, pl.ds(i * width, width)] = product(tile, unit)
+            scratch.products[:, pl.ds(i * width, width)] = product(unit)
 
         return [functools.partial(put, i, unit) for i, unit in enumerate(units[:look_ahead])]
 
-    def visit(tile, units: list[Unit], expected: list[Unit], following: list[Unit]):
+    def begin(units: list[Unit]):
+        for put in put_leading(units):
+            put()
+
+    def visit(units: list[Unit], expected: list[Unit], following: list[Unit]):
         products = {
-            unit.place: scratch.products[:, pl.ds(i * width, width)]
+            unit.index: scratch.products[:, pl.ds(i * width, width)]
             for i, unit in enumerate(expected[:look_ahead])
         }
 
         def put(unit):
-            products[unit.place] = product(tile, unit)
+            products[unit.index] = product(unit)
 
-        ahead = [functools.partial(put, unit) for unit in units if unit.place not in products]
-        ahead += put_leading(jnp.minimum(tile + 1, chunk_tiles - 1), following)
-        maximums = {}
+        ahead = [functools.partial(put, unit) for unit in units if unit.index not in products]
+        ahead += put_leading(following)
+        maximums = {}  # of queries whose place is known, so that they stay in registers
         for unit in units:
             if ahead:
                 ahead.pop(0)()
-            while unit.place not in products:
+            while unit.index not in products:
                 ahead.pop(0)()
-            if unit.query not in maximums:
-                maximums[unit.query] = scratch.maximum[:, pl.ds(unit.query, width)]
-            maximums[unit.query] = visit_unit(
-                tile, unit, products.pop(unit.place), maximums[unit.query]
-            )
+            place, is_known = (unit.head, unit.query), isinstance(unit.query, int)
+            if unit.is_first:
+                maximum = jnp.full((1, width), -jnp.inf)
+            elif is_known and place in maximums:
+                maximum = maximums.pop(place)
+            else:
+                maximum = scratch.maximum[:, own(unit)]
+            maximum = visit_unit(unit, products.pop(unit.index), maximum)
             if ends_in_visit and unit.is_last:
-                finish(unit.query, maximums.pop(unit.query))
+                finish(unit, maximum)
+            elif is_known:
+                maximums[place] = maximum
+            else:
+                scratch.maximum[:, own(unit)] = maximum
         for put_later in ahead:
             put_later()
-        for first, maximum in maximums.items():
-            scratch.maximum[:, pl.ds(first, width)] = maximum
+        for (head, first), maximum in maximums.items():
+            scratch.maximum[:, pl.ds(head * tiles.query + first, width)] = maximum
 
-    def visit_unit(tile, unit: Unit, products, maximum):
-        offset = tile * tiles.key + unit.key
-        part = ScoreTile(
+    def score_tile(unit: Unit) -> ScoreTile:
+        return ScoreTile(
             walk.mask,
             options,
             inputs.scores,
+            unit.head,
             TileAxis(query_tile * tiles.query + unit.query, unit.query, width, walk.query_stop),
-            TileAxis(chunk * tiles.key_chunk + offset, offset, step, walk.key_stop),
+            TileAxis(chunk * tiles.key_chunk + unit.key, unit.key, step, walk.key_stop),
         )
+
+    def visit_unit(unit: Unit, products, maximum):
+        part = score_tile(unit)
         scores, _ = part.scores(products)
-        value = inputs.value[0, 0, pl.ds(offset, step), :].T
+        value = inputs.value[0, kv_head(unit), pl.ds(unit.key, step), :].T
         is_bad = None
         if unit.is_cut:
             scores = jnp.where(part.visible(), scores, -jnp.inf)
@@ -280,7 +317,6 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
             value, is_bad = finite_columns(value)
         probabilities, shrink, maximum = softmax_step(scores, maximum)
         (kept,) = part.dropped(probabilities)
-        lanes = pl.ds(unit.query, width)
         if unit.is_cut or tiles_lib.unit() > LANES:
             of_sums = _rows_of_sums(dtype, step, is_bad)
             if inputs.scores.dropout_rows is None:
@@ -292,39 +328,39 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
             of_rows = jnp.sum(probabilities.reshape(-1, SUBLANES, width), axis=0)
             of_values = dot(value, kept.astype(dtype), (1, 0), precision)
             sums = [of_rows, jnp.zeros_like(of_rows), of_values]
-        scratch.sums[:, lanes] = scratch.sums[:, lanes] * shrink + jnp.concatenate(sums)
+        sums, lanes = jnp.concatenate(sums), own(unit)
+        scratch.sums[:, lanes] = sums if unit.is_first else scratch.sums[:, lanes] * shrink + sums
         return maximum
 
-    def finish(first: int, maximum):
-        lanes = pl.ds(first, width)
+    def finish(unit: Unit, maximum):
+        lanes = own(unit)
         of_rows, of_bad = scratch.sums[:SUBLANES, lanes], scratch.sums[SUBLANES:SUM_ROWS, lanes]
         total, bad = (jnp.sum(x, axis=0, keepdims=True) for x in (of_rows, of_bad))
         is_empty = total == 0
         factor = 1 / (1 - options.dropout_rate)
         if inputs.scores.sinks is not None:
-            of_sink, shrink, maximum = softmax_step(inputs.scores.sinks[0, 0] * LOG2_E, maximum)
+            sinks = score_tile(unit).row(inputs.scores.sinks) * LOG2_E
+            of_sink, shrink, maximum = softmax_step(sinks, maximum)
             total = total * shrink + of_sink
             factor *= shrink
         total = jnp.where(bad > 0, jnp.nan, total)
         factor = jnp.where(is_empty, 0.0, factor / total)
         output = (scratch.sums[SUM_ROWS:, lanes] * factor).astype(dtype)
-        output_ref[0, 0, lanes, :] = output.T
+        queries = pl.ds(unit.query, width)
+        output_ref[0, unit.head, queries, :] = output.T
         logsumexp = jnp.where(is_empty, -jnp.inf, (maximum + jnp.log2(total)) * LN_2)
-        logsumexp_ref[0, 0, :, lanes] = logsumexp
+        logsumexp_ref[0, unit.head, :, queries] = logsumexp
 
-    span = walk.span(pl.program_id(0), query_tile, *spans_refs)
-    first_tile = chunk * chunk_tiles
-    start = walk.first_visited(span, first_tile, chunk_tiles)
-    for put in put_leading(start, walk.all_units(False)):
-        put()
-    walk.visit(query_tile, span, first_tile, chunk_tiles, visit)
+    first_tile = chunk * (tiles.key_chunk // tiles.key)
+    walk.visit(query_tile, first_tile, tiles.key_chunk, begin, visit, inputs.work)
 
     if not ends_in_visit:
 
         @pl.when(chunk == chunks - 1)
         def _():
-            for first in range(0, tiles.query, width):
-                finish(first, scratch.maximum[:, pl.ds(first, width)])
+            for unit in walk.of_all_heads(walk.all_units(False)):
+                if unit.key == 0:
+                    finish(unit, scratch.maximum[:, own(unit)])
 
 
 def _rows_of_sums(dtype, keys: int, is_bad) -> jax.Array:

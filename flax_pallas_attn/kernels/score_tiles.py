@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from flax_pallas_attn import logits as logits_lib
 from flax_pallas_attn.kernels.online_softmax import LOG2_E
+from flax_pallas_attn.kernels.tiles import LANES
 from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask, Positions, SegmentIds, Tokens
 
@@ -114,7 +115,8 @@ class ScoreInputs(NamedTuple):
 
     Attributes:
       query_positions: Positions, then segment ids, whichever there are: `[B, R, T]` int32.
-      key_positions: Likewise `[B, R, S]`.
+      key_positions: Likewise `[B, R, S, 128]`, the same in all lanes: to spread a key's over lanes
+        in the kernel takes longer than the products.
       dense: `[B or 1, N or 1, T or 1, S or 1]` int8.
       bias: Likewise, in its own dtype.
       slopes: `[1, N, 1, T or 1]`: what belongs to a query lies along lanes.
@@ -133,14 +135,18 @@ class ScoreInputs(NamedTuple):
 
 def score_inputs(mask: Mask, options: ScoreOptions) -> ScoreInputs:
     """The arrays of mask and options as inputs of a kernel."""
-    pairs = [pair for pair in (mask.positions, mask.segment_ids) if pair is not None]
+    segment_ids = None if mask.segment_ids is None else mask.segment_ids.with_padding_apart()
+    pairs = [pair for pair in (mask.positions, segment_ids) if pair is not None]
 
     def along_lanes(x):
         return None if x is None else x.swapaxes(2, 3)
 
+    def over_lanes(x):
+        return jnp.broadcast_to(x[..., None], (*x.shape, LANES))
+
     return ScoreInputs(
         query_positions=jnp.stack([pair.query for pair in pairs], axis=1) if pairs else None,
-        key_positions=jnp.stack([pair.key for pair in pairs], axis=1) if pairs else None,
+        key_positions=over_lanes(jnp.stack([pair.key for pair in pairs], axis=1)) if pairs else None,
         dense=None if mask.dense is None else (mask.dense != 0).astype(jnp.int8),
         bias=options.bias,
         slopes=along_lanes(options.slopes),
@@ -151,6 +157,7 @@ def score_inputs(mask: Mask, options: ScoreOptions) -> ScoreInputs:
 
 def score_specs(
     inputs: ScoreInputs,
+    heads: int,
     query_block: int,
     key_block: int,
     index: Callable[..., tuple],
@@ -159,9 +166,10 @@ def score_specs(
 
     Args:
       inputs: Of `score_inputs`.
+      heads: Query heads of a block.
       query_block: Queries of a block.
       key_block: Keys of a block.
-      index: Maps grid indices to (batch, query head, query block, key block).
+      index: Maps grid indices to (batch, block of query heads, query block, key block).
     """
 
     def spec(x, sizes, axes):
@@ -181,10 +189,13 @@ def score_specs(
         return pl.BlockSpec(block, place)
 
     def positions_spec(x, block, axis):
-        return None if x is None else spec(x, (1, x.shape[1], block), (0, None, axis))
+        if x is None:
+            return None
+        sizes, axes = (1, x.shape[1], block, LANES), (0, None, axis, None)
+        return spec(x, sizes[: x.ndim], axes[: x.ndim])
 
-    pair = functools.partial(spec, sizes=(1, 1, query_block, key_block), axes=(0, 1, 2, 3))
-    row = functools.partial(spec, sizes=(1, 1, 1, query_block), axes=(0, 1, None, 2))
+    pair = functools.partial(spec, sizes=(1, heads, query_block, key_block), axes=(0, 1, 2, 3))
+    row = functools.partial(spec, sizes=(1, heads, 1, query_block), axes=(0, 1, None, 2))
     return ScoreInputs(
         query_positions=positions_spec(inputs.query_positions, query_block, 2),
         key_positions=positions_spec(inputs.key_positions, key_block, 3),
@@ -220,6 +231,7 @@ class ScoreTile:
       mask: Who may attend to whom; its arrays are in `refs`.
       options: Likewise.
       refs: Of `score_inputs`.
+      head: Which of the query heads in `refs`.
       query: Where the unit lies among the queries.
       key: Where it lies among the keys.
     """
@@ -227,17 +239,22 @@ class ScoreTile:
     mask: Mask
     options: ScoreOptions
     refs: ScoreInputs
+    head: int
     query: TileAxis
     key: TileAxis
 
     def row(self, ref) -> jax.Array:
         """The unit's part of what belongs to queries: `[1, queries or 1]`."""
-        return ref[0, 0, :, _part(self.query, ref.shape[3])]
+        return ref[0, self._head(ref), :, _part(self.query, ref.shape[3])]
 
     def pairs(self, ref) -> jax.Array:
         """The unit's part of what belongs to pairs, broadcasts to `[keys, queries]`."""
-        part = ref[0, 0, _part(self.query, ref.shape[2]), _part(self.key, ref.shape[3])]
+        rows, columns = _part(self.query, ref.shape[2]), _part(self.key, ref.shape[3])
+        part = ref[0, self._head(ref), rows, columns]
         return part.astype(jnp.int32 if part.dtype == jnp.int8 else jnp.float32).T
+
+    def _head(self, ref) -> int:
+        return 0 if ref.shape[1] == 1 else self.head
 
     @functools.cached_property
     def query_tokens(self) -> Tokens:
@@ -248,15 +265,17 @@ class ScoreTile:
     @functools.cached_property
     def key_tokens(self) -> Tokens:
         rows = self.refs.key_positions
-        rows = None if rows is None else rows[0, :, _part(self.key, rows.shape[2])].T
+        if rows is not None:
+            rows = rows[0, :, _part(self.key, rows.shape[2]), :]
+            rows = jnp.concatenate([rows] * (self.query.size // LANES), axis=2)
         return self._tokens(self.key, 0, rows, 0)
 
     def _tokens(self, axis: TileAxis, along: int, rows, offset: int) -> Tokens:
-        shape = (1, axis.size) if along == 1 else (axis.size, 1)
+        shape = (1, axis.size) if along == 1 else (axis.size, self.query.size)
         index = axis.first + jax.lax.broadcasted_iota(jnp.int32, shape, along)
 
         def row(i):
-            return rows[i : i + 1, :] if along == 1 else rows[:, i : i + 1]
+            return rows[i : i + 1, :] if along == 1 else rows[i]
 
         has_positions = self.mask.positions is not None
         return Tokens(

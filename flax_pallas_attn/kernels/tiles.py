@@ -9,6 +9,8 @@ import jax
 from flax_pallas_attn.masking import Mask
 
 LANES = 128
+MOST_UNITS = 16
+"""Units of a grid step, up to which it takes more heads at once."""
 _MIB = 1 << 20
 
 # VMEM of one core in bytes (`pltpu.get_tpu_info`, jax 0.12), by device kind.
@@ -78,6 +80,7 @@ class Shape:
       itemsize: Bytes of an element of query, key and value.
       is_band: Whether the mask is nothing but causality and window, known while tracing.
       pair_bytes: Of what is streamed for each pair of query and key: dense mask and bias.
+      token_rows: Of positions and segment ids: 0, 1 or 2.
     """
 
     queries: int
@@ -87,6 +90,7 @@ class Shape:
     itemsize: int
     is_band: bool
     pair_bytes: int
+    token_rows: int
 
 
 def shape_of(
@@ -106,6 +110,7 @@ def shape_of(
         itemsize=query.dtype.itemsize,
         is_band=mask.is_band,
         pair_bytes=sum(1 if x is mask.dense else x.dtype.itemsize for x in of_pairs),
+        token_rows=(mask.positions is not None) + (mask.segment_ids is not None),
     )
 
 
@@ -141,31 +146,83 @@ def vmem_limit_bytes(estimate: int | None = None) -> int:
     return limit if estimate is None else min(limit, estimate + estimate // 4 + 8 * _MIB)
 
 
-def forward_vmem_bytes(tiles: Tiles, shape: Shape) -> int:
-    """Estimate for the forward kernel: pipelined blocks twice, scratch, live score tiles."""
+def forward_vmem_bytes(tiles: Tiles, shape: Shape, heads: int = 1) -> int:
+    """Estimate for the forward kernel: pipelined blocks twice, scratch, live score tiles.
+
+    Args:
+      tiles: Its tiles.
+      shape: What it sees.
+      heads: Query heads of a grid step.
+    """
     width = _lanes(shape.head_dim) + _lanes(shape.value_dim)
     blocks = (tiles.query + tiles.key_chunk) * width * shape.itemsize
     blocks += shape.pair_bytes * tiles.query * tiles.key_chunk
+    blocks = heads * blocks + _token_bytes(shape, tiles.query, tiles.key_chunk)
     scores = min(unit(), tiles.query) * min(unit(), tiles.key) * 4
-    # Products that were computed ahead, what is in the softmax, and the scaled query or the output
-    # (of float32 operands the compiler keeps parts in bfloat16 besides).
-    live = 12 * scores + tiles.query * width * 2 * shape.itemsize
-    return 2 * blocks + tiles.query * (shape.value_dim + 16) * 4 + live
+    # Products that were computed ahead, what is in the softmax, the scaled query and the output (of
+    # float32 operands the compiler keeps parts in bfloat16 besides).
+    live = 12 * scores + heads * tiles.query * width * 2 * shape.itemsize
+    return 2 * blocks + heads * tiles.query * (shape.value_dim + 16) * 4 + live
 
 
-def backward_vmem_bytes(tiles: Tiles, shape: Shape, keys_in_vmem: int) -> int:
-    """Estimate for the backward kernel with key gradients of `keys_in_vmem` keys kept in VMEM."""
+def backward_vmem_bytes(tiles: Tiles, shape: Shape, keys_in_vmem: int, heads: int = 1) -> int:
+    """Estimate for the backward kernel with key gradients of `keys_in_vmem` keys kept in VMEM.
+
+    As `forward_vmem_bytes`.
+    """
     head, value = _lanes(shape.head_dim), _lanes(shape.value_dim)
     chunk, key = tiles.backward_query_chunk, tiles.backward_key
     rows = 2 * 8 * chunk * 4  # logsumexp and delta
     blocks = chunk * (2 * head + value) * shape.itemsize + rows
     blocks += 2 * key * (head + value) * max(shape.itemsize, 4)
-    blocks += shape.pair_bytes * chunk * key
+    blocks = heads * (blocks + shape.pair_bytes * chunk * key) + _token_bytes(shape, chunk, key)
     scratch = chunk * (head * 4 + (head + value) * shape.itemsize)
     scratch += (keys_in_vmem + 2 * key) * (head + value) * 4
     live = 12 * min(unit(), key) * min(unit(), tiles.backward_query) * 4
     live += (key + tiles.backward_query) * (head + value) * shape.itemsize  # being transposed
-    return 2 * blocks + scratch + live
+    return 2 * blocks + heads * scratch + live
+
+
+def forward_heads(tiles: Tiles, shape: Shape, heads: int, group: int) -> int:
+    """Query heads of a grid step of the forward kernel: several where each is short.
+
+    A factor or a multiple of the group: those of one key head, or all of some key heads.
+
+    Args:
+      tiles: Its tiles.
+      shape: What it sees.
+      heads: Query heads.
+      group: Query heads that share a key head.
+    """
+    vmem_bytes = functools.partial(forward_vmem_bytes, tiles, shape)
+    units = _units(shape.queries, tiles.query, tiles.query)
+    units *= _units(shape.keys, tiles.key, tiles.key_chunk)
+    return _heads_in_step(units, heads, group, vmem_bytes)
+
+
+def backward_heads(tiles: Tiles, shape: Shape, heads: int, group: int) -> int:
+    """Likewise of the backward kernel."""
+    vmem_bytes = functools.partial(backward_vmem_bytes, tiles, shape, tiles.backward_key)
+    units = _units(shape.queries, tiles.backward_query, tiles.backward_query_chunk)
+    units *= _units(shape.keys, tiles.backward_key, tiles.backward_key)
+    return _heads_in_step(units, heads, group, vmem_bytes)
+
+
+def _units(tokens: int, tile: int, at_hand: int) -> float:
+    """Units that so many tokens are; infinite where not all of them are at hand at once."""
+    return at_hand // math.gcd(unit(), tile) if tokens <= at_hand else math.inf
+
+
+def _heads_in_step(units: float, heads: int, group: int, vmem_bytes) -> int:
+    fit = [
+        count
+        for count in range(1, heads + 1)
+        if heads % count == 0
+        and (count % group == 0 or group % count == 0)
+        and count * units <= MOST_UNITS
+        and vmem_bytes(heads=count) <= vmem_limit_bytes()
+    ]
+    return max(fit, default=1)
 
 
 def key_gradients_fit(tiles: Tiles, shape: Shape) -> bool:
@@ -224,31 +281,36 @@ def default_tiles(shape: Shape) -> Tiles:
       NotImplementedError: None fit: the head size is too large. The text is a reason, to be joined
         with others.
     """
-    # Large tiles are for the scheduler, which sees all units of a tile at once, and cost time to
-    # compile, twice where the last tile runs over the end. A float32 product takes six passes and
-    # keeps the scheduler busy as it is; a mask that is data is evaluated in every unit that it may
-    # cut, and has three times as many.
     sizes = [512, 256, 128]
     if shape.itemsize <= 2 and shape.is_band:
+        # Large tiles are for the scheduler, which sees all units of a tile at once, and cost time
+        # to compile, twice where the last tile runs over the end. A float32 product takes six
+        # passes and keeps the scheduler busy as it is.
         sizes = [1024, *sizes]
         if all(pad_to(size, unit()) % 2048 == 0 for size in (shape.queries, shape.keys)):
             sizes = [2048, *sizes]
+    elif not (shape.is_band or shape.pair_bytes):
+        # Units that are listed do not cost more to compile the more there are.
+        sizes = [4096, 2048, 1024, *sizes]
     # Of the smaller units there are four times as many in a tile.
     most_keys = 2048 if unit() > LANES else 1024
 
     def forward(size: int) -> _Candidate:
         query = min(size, _whole_units(shape.queries, unit()))
-        # A band is known unit by unit where the tiles of the axis that walks hold whole others.
-        key = math.gcd(query, min(size, most_keys, _whole_units(shape.keys, unit())))
+        # A band is known unit by unit where the tiles of the axis that walks hold whole others. Of
+        # a list's tiles only their units count.
+        most = most_keys if shape.is_band else 512
+        key = math.gcd(query, min(size, most, _whole_units(shape.keys, unit())))
         return _Candidate("key_chunk", key, shape.keys, {"query": query, "key": key})
 
     def backward(size: int) -> _Candidate:
         key = min(size, _whole_units(shape.keys, unit()))
-        query = math.gcd(key, min(size, _whole_units(shape.queries, unit())))
+        most = size if shape.is_band else 512
+        query = math.gcd(key, min(size, most, _whole_units(shape.queries, unit())))
         sizes = {"backward_query": query, "backward_key": key}
         return _Candidate("backward_query_chunk", query, shape.queries, sizes)
 
-    backward_sizes = [size for size in sizes if size <= 1024]
+    backward_sizes = [size for size in sizes if size <= 1024 or not shape.is_band]
     chosen = {}
     for candidates, vmem_bytes in (
         ([forward(size) for size in sizes], forward_vmem_bytes),
@@ -300,6 +362,11 @@ def _whole_units(tokens: int, unit: int) -> int:
     if tokens > unit:
         return pad_to(tokens, unit)
     return max(LANES, 1 << (tokens - 1).bit_length())
+
+
+def _token_bytes(shape: Shape, queries: int, keys: int) -> int:
+    """Of blocks of positions and segment ids: a query's in a lane, a key's over all lanes."""
+    return (8 * queries + LANES * shape.token_rows * keys) * 4 if shape.token_rows else 0
 
 
 def _lanes(size: int) -> int:

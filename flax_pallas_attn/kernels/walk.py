@@ -2,40 +2,48 @@
 
 A tile is computed in units. Where the mask is a band that is known while tracing
 (causal, window), what it does to each unit of a tile that it cuts is known too: a unit that it
-hides is not computed, and one that it leaves whole is not masked.
+hides is not computed, and one that it leaves whole is not masked. Any other mask makes a list of
+units for each tile, before the kernel, of which the kernel takes some at a time.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from flax_pallas_attn.kernels.tiles import pad_to
-from flax_pallas_attn.masking import Mask, Span, tile_spans
+from flax_pallas_attn.masking import Mask, Span, tile_flags, tile_spans
+
+MOST_LISTED = 8
+"""Units of a list that a kernel takes at a time, at most."""
 
 
 class Unit(NamedTuple):
     """A part of a tile.
 
     Attributes:
-      query: Of its first query in the tile.
-      key: Of its first key in the tile.
+      index: Which of the units that may be computed at a time.
+      head: Of the query heads that are at hand.
+      query: Of its first query: in the tile, or among those at hand if queries walk by.
+      key: Of its first key; likewise.
       is_cut: Whether the mask hides a part of it.
-      is_last: Whether it is known to be the last that its queries meet.
+      is_first: Whether it is known to be the first that its queries (or keys, if they walk) meet.
+      is_last: Whether it is known to be the last.
     """
 
-    query: int
-    key: int
+    index: int
+    head: int
+    query: Any  # an int, or int32 where it is traced
+    key: Any
     is_cut: bool
+    is_first: bool = False
     is_last: bool = False
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.query, self.key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +59,7 @@ class Walk:
       queries: T.
       keys: S.
       all_cut: Whether something other than the mask may hide a part of any unit.
+      heads: Query heads that are at hand: each unit is one of each.
     """
 
     mask: Mask
@@ -61,6 +70,7 @@ class Walk:
     queries: int
     keys: int
     all_cut: bool = False
+    heads: int = 1
 
     @property
     def unit_queries(self) -> int:
@@ -131,32 +141,100 @@ class Walk:
             queries, keys = pad_to(queries, self.query_size), pad_to(keys, self.key_size)
         return span(tile, self.query_size, self.key_size, queries, keys)
 
-    def visit(self, tile, span: Span, first, tiles: int, body: Callable) -> None:
-        """Calls `body` for what `tile` meets among `first .. first + tiles`.
+    def work(self, chunk: int) -> jax.Array | None:
+        """The units that each tile meets, for blocks in scalar memory; None where it is a band.
 
-        One after another, from `first_visited` on, without a gap.
+        Args:
+          chunk: Tokens of the other axis that are at hand at once.
+
+        Returns:
+          `[B or 1, chunks * tiles, 1, 2 + units]` int32. Of a tile and a chunk: how many groups of
+          units are whole, how many there are, and the units in that order, then those that are
+          hidden, each as the indices of its first query and key, in units, in 16 bits.
+        """
+        if self.is_band:
+            return None
+        sizes = (self.unit_queries, self.unit_keys)
+        some, full = tile_flags(self.mask, *sizes, self.queries, self.keys)
+        if self.all_cut:
+            full = jnp.zeros_like(full)
+        kinds = jnp.where(full, _WHOLE, jnp.where(some, _CUT, _HIDDEN))
+        if not self.by_query:
+            kinds, sizes = kinds.mT, sizes[::-1]
+        own_units, other_units = self._sizes[0] // sizes[0], chunk // sizes[1]
+        tiles, chunks = (
+            pl.cdiv(count, size) for count, size in zip(self._counts, (self._sizes[0], chunk), strict=True)
+        )
+        missing = (tiles * own_units - kinds.shape[1], chunks * other_units - kinds.shape[2])
+        kinds = jnp.pad(kinds, ((0, 0), *((0, n) for n in missing)), constant_values=_HIDDEN)
+        kinds = kinds.reshape(-1, tiles, own_units, chunks, other_units)
+        kinds = kinds.transpose(0, 3, 1, 4, 2).reshape(len(kinds), chunks * tiles, 1, -1)
+        # Sorted by counting, for which XLA has a faster program than for sorting a few.
+        place = jnp.arange(kinds.shape[3])
+        order = (_WHOLE - kinds) * len(place) + place
+        rank = jnp.sum(order[..., None, :] < order[..., :, None], axis=-1)
+        ordered = jnp.sum(jnp.where(rank[..., None, :] == place[:, None], place, 0), axis=-1)
+        other, own = jnp.divmod(ordered, own_units)
+        query, key = (own, other) if self.by_query else (other, own)
+        group = self._listed(chunk)
+        whole = jnp.sum(kinds == _WHOLE, axis=3, keepdims=True) // group
+        groups = -(jnp.sum(kinds != _HIDDEN, axis=3, keepdims=True) // -group)
+        parts = (whole, groups, query << 16 | key)
+        return jnp.concatenate(parts, axis=3).astype(jnp.int32)
+
+    def _listed(self, chunk: int) -> int:
+        """Units of a group: as many as divide those of a tile and a chunk."""
+        own, other = self._sizes
+        own_unit, other_unit = self.unit_queries, self.unit_keys
+        if not self.by_query:
+            own_unit, other_unit = other_unit, own_unit
+        units = own // own_unit * (chunk // other_unit)
+        most = max(1, MOST_LISTED // self.heads)
+        return max(n for n in range(1, most + 1) if units % n == 0)
+
+    def visit(self, tile, first, chunk: int, begin: Callable, body: Callable, work_ref=None) -> None:
+        """Calls `body` for the units that `tile` meets among the tokens at hand.
 
         Args:
           tile: The tile that walks; an int where there is only one.
-          span: Its span.
           first: First of the other axis' tiles that are at hand; an int where all are.
-          tiles: How many are at hand.
-          body: Gets the other tile, counted from `first`, the static list of its units, that of
-            the units that the body before was told to expect (of the first one: `all_units`), and
-            that of those to expect next; none at a known end.
+          chunk: Tokens of the other axis at hand.
+          begin: Gets the units that the first call of `body` is told to expect.
+          body: Gets its units, those that the call before was told to expect (they hold its own),
+            and those to expect next; none at a known end.
+          work_ref: Block of `work` for the tile and what is at hand; None where there is no work.
         """
-        start, full_start, full_stop, stop = span
-        usual = self.all_units(False)
-        if not self.is_band:
-            for lower, upper, is_cut in (
-                (start, full_start, True),
-                (full_start, full_stop, False),
-                (full_stop, stop, True),
-            ):
-                units = self.all_units(is_cut)
-                self._loop(lower, upper, first, tiles, body, (units, usual, usual))
+        if work_ref is not None:
+            self._visit_listed(self.groups(tile, work_ref), chunk, begin, body, work_ref)
+            return
+        if self.is_known:
+            ((_, units),) = self._end()
+            met = [self._own(unit) for unit in units]
+            units = [
+                unit._replace(is_first=own not in met[:i])
+                for i, (unit, own) in enumerate(zip(units, met, strict=True))
+            ]
+            units = self.of_all_heads(units)
+            begin(units)
+            body(units, units, [])
             return
         own_size, other_size = self._sizes
+        tiles = chunk // other_size
+        span = self.span(None, tile)
+        usual = self.all_units(False)
+        begin(self._moved(usual, _clip(span.start - first, tiles - 1)))
+
+        def visit_tile(other, units, expected=usual, following=usual):
+            other = other - first
+            after = _minimum(other + 1, tiles - 1)
+            lists = ((units, other), (expected, other), (following, after))
+            body(*(self._moved(*units_and_tile) for units_and_tile in lists))
+
+        def visit_at(other, condition, units):
+            if units:
+                at_hand = (other >= first) & (other < first + tiles)
+                _when(condition & at_hand)(lambda: visit_tile(other, units))
+
         other_count = self._counts[1]
         complete, last_size = divmod(other_count, other_size)
         ratio = own_size // other_size
@@ -167,65 +245,124 @@ class Walk:
                 def cut(step, distance):
                     other = own * ratio + step
                     is_complete = (other >= 0) & (other < complete)
-                    units = self._units(distance, own_extent, other_size)
-                    self._at(other, is_complete, first, tiles, body, (units, usual, usual))
+                    visit_at(other, is_complete, self._units(distance, own_extent, other_size))
                     if last_size and any(own * ratio + step == complete for own in candidates):
                         units = self._units(distance, own_extent, last_size)
-                        is_last = other == complete
-                        self._at(other, is_last, first, tiles, body, (units, usual, usual))
+                        visit_at(other, other == complete, units)
 
                 before, after = self._cut_steps()
                 for step_and_distance in before:
                     cut(*step_and_distance)
                 whole = self._units(None, own_extent, other_size)
-                stop = _minimum(full_stop, complete)
-                self._loop(full_start, stop, first, tiles, body, (whole, usual, usual))
+                start, stop = (
+                    _clip(bound - first, tiles) + first
+                    for bound in (span.full_start, _minimum(span.full_stop, complete))
+                )
+                if not (isinstance(start, int) and isinstance(stop, int) and start >= stop):
+                    pl.loop(start, stop)(lambda other: visit_tile(other, whole))
                 if last_size and any(self._is_whole(own, complete) for own in candidates):
-                    is_last = (full_start <= complete) & (complete < full_stop)
-                    whole = self._units(None, own_extent, last_size)
-                    self._at(complete, is_last, first, tiles, body, (whole, usual, usual))
+                    is_last = (span.full_start <= complete) & (complete < span.full_stop)
+                    visit_at(complete, is_last, self._units(None, own_extent, last_size))
                 if self.has_known_end and isinstance(first, int):
                     rounds = self._end()
                     expected = usual
                     for (step, units), (_, following) in zip(
                         rounds, [*rounds[1:], (None, [])], strict=True
                     ):
-                        body(own * ratio + step - first, units, expected, following)
+                        visit_tile(own * ratio + step, units, expected, following)
                         expected = following
                     return
                 for step_and_distance in after:
                     cut(*step_and_distance)
 
+    def groups(self, tile, work_ref):
+        """How many groups of units are whole, and how many there are, of a tile's work."""
+        del tile  # that of the block; tests and benchmarks count without one
+        return work_ref[0, 0, 0, 0], work_ref[0, 0, 0, 1]
+
+    def _visit_listed(self, counts, chunk: int, begin: Callable, body: Callable, work_ref) -> None:
+        group = self._listed(chunk)
+        last = work_ref.shape[3] - group
+
+        def units(i, is_cut):
+            units = []
+            for index in range(group):
+                query_and_key = work_ref[0, 0, 0, jnp.minimum(2 + i * group, last) + index]
+                query = pl.multiple_of((query_and_key >> 16) * self.unit_queries, self.unit_queries)
+                key = pl.multiple_of((query_and_key & 0xFFFF) * self.unit_keys, self.unit_keys)
+                units.append(Unit(index, 0, query, key, is_cut))
+            return self.of_all_heads(units)
+
+        whole, groups = counts
+        begin(units(0, False))
+        for start, stop, is_cut in ((0, whole, False), (whole, groups, True)):
+
+            @pl.loop(start, stop)
+            def _(i, is_cut=is_cut):
+                now = units(i, is_cut)
+                body(now, now, units(i + 1, is_cut))
+
+    def _moved(self, units: list[Unit], other) -> list[Unit]:
+        """The units as they stand in a tile of the other axis, of all heads."""
+        offset = other * self._sizes[1]
+        if self.by_query:
+            units = [unit._replace(key=offset + unit.key) for unit in units]
+        else:
+            units = [unit._replace(query=offset + unit.query) for unit in units]
+        return self.of_all_heads(units)
+
+    def of_all_heads(self, units: list[Unit]) -> list[Unit]:
+        """Each of the units, which are of one head, once for each head."""
+        return [
+            unit._replace(index=unit.index * self.heads + head, head=head)
+            for unit in units
+            for head in range(self.heads)
+        ]
+
     @property
     def has_known_end(self) -> bool:
-        """Whether every tile ends with the same cut tiles, which all its units meet."""
+        """Whether every tile ends with the same tiles, which all its units meet."""
         return bool(self._end())
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all units are known, and among them the first and last of each of this axis."""
+        return self._is_one_tile and self.has_known_end
+
+    def _own(self, unit: Unit) -> int:
+        return unit.query if self.by_query else unit.key
+
+    @property
+    def _is_one_tile(self) -> bool:
+        counts_and_sizes = zip(self._counts, self._sizes, strict=True)
+        return all(count <= size for count, size in counts_and_sizes)
 
     def _end(self) -> list[tuple[int, list[Unit]]]:
         """The cut tiles after the whole ones, as steps from `tile * own / other`, if all tiles of
-        this axis meet them and each of its units ends there; else nothing."""
+        this axis meet them and each of its units ends there; else nothing. All of a lone tile."""
         own_size, other_size = self._sizes
         own_count, other_count = self._counts
-        if not self.is_band or own_count % own_size:
+        if not self.is_band:
             return []
-        ratio, complete = own_size // other_size, other_count // other_size
-        own_last = own_count // own_size - 1
+        if self._is_one_tile:
+            steps, extents = [(0, self.mask.query_offset)], (own_count, other_count)
+        elif own_count % own_size == 0:
+            steps, extents = self._cut_steps()[1], (own_size, other_size)
+        else:
+            return []
+        ratio, complete = own_size // other_size, pl.cdiv(other_count, extents[1])
+        own_last = pl.cdiv(own_count, own_size) - 1
         rounds, met = [], set()
-        for step, distance in reversed(self._cut_steps()[1]):
+        for step, distance in reversed(steps):
             if step < 0 or own_last * ratio + step >= complete:
                 return []
             units = []
-            for unit in reversed(self._units(distance, own_size, other_size)):
-                own = unit.query if self.by_query else unit.key
-                units.insert(0, unit._replace(is_last=own not in met))
-                met.add(own)
+            for unit in reversed(self._units(distance, *extents)):
+                units.insert(0, unit._replace(is_last=self._own(unit) not in met))
+                met.add(self._own(unit))
             rounds.insert(0, (step, units))
         own_unit = self.unit_queries if self.by_query else self.unit_keys
         return rounds if len(met) == own_size // own_unit else []
-
-    def first_visited(self, span: Span, first, tiles: int):
-        """The tile that `visit` begins with, counted from `first`; some tile if there is none."""
-        return _clip(span.start - first, tiles - 1)
 
     def _own_cases(self, tile):
         """The tile that walks, complete or the last: condition, index, tokens, candidates."""
@@ -301,25 +438,21 @@ class Walk:
         return units
 
     def all_units(self, is_cut: bool) -> list[Unit]:
-        """Units of a tile, in the order in which they are computed."""
+        """Units of a tile of one head, in the order in which they are computed."""
+        places = itertools.product(
+            range(0, self.key_size, self.unit_keys), range(0, self.query_size, self.unit_queries)
+        )
         return [
-            Unit(query, key, is_cut or self.all_cut)
-            for key in range(0, self.key_size, self.unit_keys)
-            for query in range(0, self.query_size, self.unit_queries)
+            Unit(index, 0, query, key, is_cut or self.all_cut)
+            for index, (key, query) in enumerate(places)
         ]
 
-    def _loop(self, start, stop, first, tiles, body, lists) -> None:
-        if isinstance(start, int) and isinstance(stop, int) and start >= stop:
-            return
-        pl.loop(_clip(start - first, tiles), _clip(stop - first, tiles))(
-            lambda other: body(other, *lists)
-        )
 
-    def _at(self, other, condition, first, tiles, body, lists) -> None:
-        if not lists[0]:
-            return
-        at_hand = (other >= first) & (other < first + tiles)
-        _when(condition & at_hand)(lambda: body(other - first, *lists))
+def work_spec(work: jax.Array | None, index: Callable) -> pl.BlockSpec | None:
+    """Block spec of `Walk.work`; None where there is none."""
+    if work is None:
+        return None
+    return pl.BlockSpec((1, 1, *work.shape[2:]), index, memory_space=pltpu.SMEM)
 
 
 _HIDDEN, _CUT, _WHOLE = range(3)
