@@ -33,8 +33,8 @@ from benchmarks import peers
 from benchmarks.results_file import kernels_hash, read_results, write_results
 from benchmarks.simulate import FLOP_PER_CYCLE, GENERATIONS, Cycles, simulate
 from flax_pallas_attn import SegmentIds, dot_product_attention
+from flax_pallas_attn.kernels import tiles as tiles_lib
 from flax_pallas_attn.kernels.walk import Walk
-from flax_pallas_attn.masking import Span
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -134,7 +134,7 @@ class Shape:
 
 SHAPES = {
     "S=4096": Shape(),
-    "S=512": Shape(length=512),
+    "S=512": Shape(length=512, heads=64),
     "S=1024": Shape(length=1024),
     "S=8192": Shape(length=8192),
     "S=16384": Shape(length=16384),
@@ -250,23 +250,24 @@ def measure(
     array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     query = array((shape.batch, shape.heads, shape.length, head_size))
     key = array((shape.batch, shape.kv_heads, shape.length, head_size))
-    spans = static_spans(documents) if shape.documents > 1 else contextlib.nullcontext()
+    counts = static_counts(documents) if shape.documents > 1 else contextlib.nullcontext()
     call: tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], tuple[str, ...]]
-    call = (attend, [query, key, key], ())
+    # In a model the query is an intermediate result, whose memory the output takes.
+    call = (jax.jit(attend, donate_argnums=0), [query, key, key], ())
     if step == "backward":
         call = (gradients, [query, key, key, query], ("flash_forward",))
     fn, arrays, leave_out = call
     least = flop / FLOP_PER_CYCLE[topology]
-    with spans:
+    with counts:
         return simulate(fn, *arrays, topology=topology, leave_out=leave_out, least=least)
 
 
 @contextlib.contextmanager
-def static_spans(documents: np.ndarray) -> Iterator[None]:
-    """Has the kernels compute which tiles they visit from the place in the grid.
+def static_counts(documents: np.ndarray) -> Iterator[None]:
+    """Has the kernels compute how many units they visit from the place in the grid.
 
-    Otherwise they read it from a table in scalar memory, which the simulator takes for zeros. What
-    is visited is the same: the tiles in which a causal query meets a key of its document.
+    Otherwise they read it from scalar memory, which the simulator takes for zeros. The counts are
+    the same: of units in which a causal query meets a key of its document.
 
     Args:
       documents: `[T]`, the document of each token, known while tracing.
@@ -274,32 +275,30 @@ def static_spans(documents: np.ndarray) -> Iterator[None]:
     visible = (documents[:, None] == documents) & np.tri(len(documents), dtype=bool)
     was_asked = False
 
-    def span(self, batch_index, tile, spans_ref=None):
+    def groups(self, tile, work_ref):
+        del work_ref
         nonlocal was_asked
         was_asked = True
-        size = (self.query_size, self.key_size)
-        tiles = [-(-len(documents) // of_axis) for of_axis in size]
-        padded = np.zeros([n * of_axis for n, of_axis in zip(tiles, size, strict=True)], bool)
+        sizes, units = (self.query_size, self.key_size), (self.unit_queries, self.unit_keys)
+        rows, columns = (tiles_lib.pad_to(len(documents), size) for size in sizes)
+        padded = np.zeros((rows, columns), bool)
         padded[: len(documents), : len(documents)] = visible
-        blocks = padded.reshape(tiles[0], size[0], tiles[1], size[1])
-        some, whole = blocks.any((1, 3)), blocks.all((1, 3))
-        if not self.by_query:
-            some, whole = some.T, whole.T
-        bounds = []
-        for meets, is_whole in zip(some, whole, strict=True):
-            start, stop = np.flatnonzero(meets)[[0, -1]] + [0, 1]
-            full = np.flatnonzero(is_whole)  # consecutive: one document, below the diagonal
-            bounds.append((start, *((full[0], full[-1] + 1) if full.size else (start,) * 2), stop))
-        return Span(
-            *(
-                sum(jnp.where(tile == i, int(b), 0) for i, b in enumerate(bound))
-                for bound in zip(*bounds, strict=True)
-            )
+        blocks = padded.reshape(rows // units[0], units[0], columns // units[1], units[1])
+        counts = []
+        for is_met in (blocks.all((1, 3)), blocks.any((1, 3))):
+            own = is_met if self.by_query else is_met.T
+            size = sizes[0] // units[0] if self.by_query else sizes[1] // units[1]
+            counts.append(own.reshape(len(own) // size, -1).sum(1))
+        whole, met = counts
+        group = self.listed(columns if self.by_query else rows)
+        return tuple(
+            sum(jnp.where(tile == i, int(n), 0) for i, n in enumerate(numbers))
+            for numbers in (whole // group, -(met // -group))
         )
 
-    with mock.patch.object(Walk, "span", span):
+    with mock.patch.object(Walk, "groups", groups):
         yield
-    assert was_asked, "the kernels no longer ask Walk.span which tiles to visit"
+    assert was_asked, "the kernels no longer ask Walk.groups how much they visit"
 
 
 def measure_peer(

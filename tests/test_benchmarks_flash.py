@@ -8,7 +8,7 @@ import pytest
 from benchmarks import flash, results_file
 from flax_pallas_attn import SegmentIds
 from flax_pallas_attn.kernels.walk import Walk
-from flax_pallas_attn.masking import Mask, tile_spans
+from flax_pallas_attn.masking import Mask
 
 
 @pytest.fixture
@@ -19,31 +19,26 @@ def results(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("query_size", "key_size"), [(512, 512), (256, 128), (128, 256)])
 @pytest.mark.parametrize("by_query", [True, False])
-def test_static_spans_are_those_of_the_table(query_size, key_size, by_query):
+def test_static_counts_are_those_of_the_list(query_size, key_size, by_query):
     documents = np.repeat(np.arange(8), 128)
     ids = jnp.asarray(documents)[None]
-    mask = Mask(upper=None, lower=0, segment_ids=SegmentIds(ids, ids))
     walk = Walk(
-        mask=mask,
+        mask=Mask(lower=0, segment_ids=SegmentIds(ids, ids)),
         by_query=by_query,
-        unit=128,
+        unit=64,
         query_size=query_size,
         key_size=key_size,
         queries=1024,
         keys=1024,
     )
-    table = tile_spans(mask, query_size, key_size, 1024, 1024)[0 if by_query else 1]
-    with flash.static_spans(documents):
-        for tile in range(1024 // (query_size if by_query else key_size)):
-            start, full_start, full_stop, stop = (int(x) for x in walk.span(0, tile))
-            expected = [int(x[0, tile]) for x in table]
-            assert (start, stop) == (expected[0], expected[3])
-            # What the table takes for cut may be whole; what it takes for whole is.
-            assert full_stop - full_start >= expected[2] - expected[1]
+    work = walk.work(1024)
+    with flash.static_counts(documents):
+        for tile, of_tile in enumerate(work[0, :, 0]):
+            assert [int(n) for n in walk.groups(tile, None)] == [int(n) for n in of_tile[:2]]
 
 
-def test_static_spans_notice_that_nobody_asks():
-    with pytest.raises(AssertionError, match="no longer ask"), flash.static_spans(np.zeros(8)):
+def test_static_counts_notice_that_nobody_asks():
+    with pytest.raises(AssertionError, match="no longer ask"), flash.static_counts(np.zeros(8)):
         pass
 
 

@@ -131,6 +131,7 @@ BANDS = {
 def test_tiles_of_several_units(name, interpret, monkeypatch):
     """Units that a band hides, cuts or leaves whole, in tiles of which the last run over."""
     monkeypatch.setattr(tiles_lib, "unit", lambda: 128)
+    monkeypatch.setattr(tiles_lib, "BACKWARD_UNIT", 128)
     tiles = Tiles(
         query=512,
         key=256,

@@ -86,7 +86,8 @@ BLOCKWISE = [
     Mutation(
         "masking.py", "key.position >= query.position", "key.position > query.position", "window"
     ),
-    Mutation("masking.py", "(key.segment >= 0)", "(key.segment > 0)", "segments"),
+    Mutation("masking.py", "query.segment == key", "query.segment >= key", "segments"),
+    Mutation("masking.py", "self.key < 0, -2", "self.key < 0, -1", "segments"),
     Mutation("masking.py", "key.index < key.stop", "key.index <= key.stop"),
     Mutation("masking.py", "other_tile(high + 1)", "other_tile(high + 2)", "dropout, offset"),
     Mutation("masking.py", "(size - 1 + high) + 1", "(size - 1 + high) + 0", "causal"),
@@ -103,18 +104,19 @@ BLOCKWISE = [
 
 FLASH = [
     Mutation("kernels/flash_forward.py", "jnp.log2(total)) * LN_2", "jnp.log2(total)) / LN_2"),
-    Mutation("kernels/flash_forward.py", "* shrink + jnp.con", "* shrink - jnp.con"),
-    Mutation("kernels/flash_forward.py", "n // group, c, 0", "n % group, c, 0", "six heads"),
+    Mutation("kernels/flash_forward.py", "lanes] * shrink + sums", "lanes] * shrink - sums"),
+    Mutation("kernels/flash_forward.py", "n * step_heads // group", "n * group", "six heads"),
     Mutation("kernels/flash_forward.py", "& is_bad, one", "& is_bad, 0", "nan"),
     Mutation("kernels/online_softmax.py", "(signs & sign) != 0", "(signs & sign) != sign", "nan"),
-    Mutation("kernels/flash_forward.py", "tile + 1, chunk_tiles", "tile, chunk_tiles"),
-    Mutation(
-        "kernels/flash_forward.py", "put_leading(start, walk", "put_leading(0, walk", "window"
-    ),
+    Mutation("kernels/walk.py", "_minimum(other + 1, tiles - 1)", "_minimum(other, tiles - 1)"),
+    Mutation("kernels/walk.py", "_clip(span.start - first, tiles", "_clip(0, tiles", "window"),
+    Mutation("kernels/walk.py", "units(i + 1, is_cut)", "units(i, is_cut)", "segments"),
+    Mutation("kernels/walk.py", "own not in met[:i]", "own in met[:i]"),
+    Mutation("kernels/walk.py", "(_WHOLE - kinds)", "(kinds - _WHOLE)", "segments"),
     Mutation("kernels/flash_forward.py", "walk.key_stop", "walk.query_stop"),
     Mutation("kernels/flash_forward.py", "factor *= shrink", "factor /= shrink", "sinks"),
     Mutation("kernels/flash_backward.py", "(LN_2, 1.0)", "(1.0, 1.0)"),
-    Mutation("kernels/flash_backward.py", "part] * scale", "part] / scale"),
+    Mutation("kernels/flash_backward.py", "lanes] * scale", "lanes] / scale"),
     Mutation("kernels/score_tiles.py", "(change - delta)", "(change + delta)"),
     Mutation("kernels/score_tiles.py", "self.bias * LOG2_E", "self.bias", "bias"),
     Mutation(

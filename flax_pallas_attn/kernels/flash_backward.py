@@ -1,10 +1,10 @@
 """Flash attention, backward: the gradients of query, key and value in one pass over the scores.
 
 Grid: batch, key heads, query heads of their group (one each, or some where they are short), query
-chunk, key tile. A chunk of queries (a whole
-head's, at usual lengths) stands in VMEM with its output gradient and its own gradient, which sums
-up there over all key tiles. Key and value gradients sum up over query chunks and the heads of the
-group: in VMEM where a head's fit, else in HBM.
+chunk, key tile. A chunk of queries (a whole head's, at usual lengths) stands in VMEM with its
+output gradient and its own gradient, which sums up there over all key tiles. Key and value
+gradients sum up over query chunks and the heads of the group: in VMEM where a head's fit, else in
+HBM.
 
 Source: Dao, 2023 (arXiv 2307.08691), algorithm 2, with one loop's sums held in VMEM.
 """
@@ -111,7 +111,7 @@ def flash_backward(
     walk = Walk(
         mask=jax.tree.map(jax.typeof, mask),
         by_query=False,
-        unit=tiles_lib.unit(),
+        unit=tiles_lib.BACKWARD_UNIT,
         query_size=size,
         key_size=key_size,
         queries=queries,

@@ -60,8 +60,8 @@ def flash_bias_gradient(
     batch, heads, queries, head_dim = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
     group = heads // kv_heads
-    size = min(tiles.backward_query, tiles_lib.unit())
-    key_size = min(tiles.backward_key, tiles_lib.unit())
+    size = min(tiles.backward_query, tiles_lib.BACKWARD_UNIT)
+    key_size = min(tiles.backward_key, tiles_lib.BACKWARD_UNIT)
     walk = Walk(
         mask=jax.tree.map(jax.typeof, mask),
         by_query=True,

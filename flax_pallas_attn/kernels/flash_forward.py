@@ -1,11 +1,12 @@
 """Flash attention, forward: output and logsumexp.
 
-Grid: batch, query heads (one, or some where they are short), query tile, key chunk. A chunk of keys and values stands in VMEM (a whole
-head's, at usual lengths: consecutive query tiles and the query heads of a group then share one
-copy); within it the query tile walks along the tiles that the mask leaves. The units of a tile are
-written out one after another, and the product of query and key of a unit comes some units before
-the softmax that uses it, across tiles too, so that the matrix unit does not wait for it. The sums
-of a softmax row are rows of the product with the value: the vector unit has enough to do.
+Grid: batch, query heads (one, or some where they are short), query tile, key chunk. A chunk of keys
+and values stands in VMEM (a whole head's, at usual lengths: consecutive query tiles and the query
+heads of a group then share one copy); within it the query tile walks along the units that the mask
+leaves. They are written out one after another, and the product of query and key of a unit comes
+some units before the softmax that uses it, across tiles too, so that the matrix unit does not wait
+for it. The sums of a softmax row are rows of the product with the value: the vector unit has enough
+to do.
 
 Source: Dao et al., 2022 (arXiv 2205.14135), algorithm 1; Dao, 2023 (arXiv 2307.08691), section 3.1.
 """
@@ -173,9 +174,7 @@ def flash_forward(
             in_specs=[in_specs],
             out_specs=(
                 pl.BlockSpec((1, step_heads, tiles.query, value_dim), query_index),
-                pl.BlockSpec(
-                    (1, step_heads, 1, tiles.query), lambda b, n, i, c, *_: (b, n, 0, i)
-                ),
+                pl.BlockSpec((1, step_heads, 1, tiles.query), lambda b, n, i, c, *_: (b, n, 0, i)),
             ),
             scratch_shapes=[
                 _Scratch(

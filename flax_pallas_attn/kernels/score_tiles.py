@@ -146,7 +146,9 @@ def score_inputs(mask: Mask, options: ScoreOptions) -> ScoreInputs:
 
     return ScoreInputs(
         query_positions=jnp.stack([pair.query for pair in pairs], axis=1) if pairs else None,
-        key_positions=over_lanes(jnp.stack([pair.key for pair in pairs], axis=1)) if pairs else None,
+        key_positions=over_lanes(jnp.stack([pair.key for pair in pairs], axis=1))
+        if pairs
+        else None,
         dense=None if mask.dense is None else (mask.dense != 0).astype(jnp.int8),
         bias=options.bias,
         slopes=along_lanes(options.slopes),

@@ -9,8 +9,8 @@ import jax
 from flax_pallas_attn.masking import Mask
 
 LANES = 128
-MOST_UNITS = 16
-"""Units of a grid step, up to which it takes more heads at once."""
+MOST_SCORES = 1 << 20
+"""Scores of a grid step, up to which it takes more heads at once."""
 _MIB = 1 << 20
 
 # VMEM of one core in bytes (`pltpu.get_tpu_info`, jax 0.12), by device kind.
@@ -127,6 +127,10 @@ def tpu_kind() -> str | None:
     return None
 
 
+BACKWARD_UNIT = 256
+"""As `unit`, of the backward kernel: the same for all, by simulation (benchmarks/LOG.md)."""
+
+
 def unit() -> int:
     """Queries and keys of a unit: what a kernel computes at once, of the tiles that it visits.
 
@@ -178,7 +182,7 @@ def backward_vmem_bytes(tiles: Tiles, shape: Shape, keys_in_vmem: int, heads: in
     blocks = heads * (blocks + shape.pair_bytes * chunk * key) + _token_bytes(shape, chunk, key)
     scratch = chunk * (head * 4 + (head + value) * shape.itemsize)
     scratch += (keys_in_vmem + 2 * key) * (head + value) * 4
-    live = 12 * min(unit(), key) * min(unit(), tiles.backward_query) * 4
+    live = 12 * min(BACKWARD_UNIT, key) * min(BACKWARD_UNIT, tiles.backward_query) * 4
     live += (key + tiles.backward_query) * (head + value) * shape.itemsize  # being transposed
     return 2 * blocks + heads * scratch + live
 
@@ -194,32 +198,27 @@ def forward_heads(tiles: Tiles, shape: Shape, heads: int, group: int) -> int:
       heads: Query heads.
       group: Query heads that share a key head.
     """
+    is_short = shape.queries <= tiles.query and shape.keys <= tiles.key_chunk
+    most = MOST_SCORES // (tiles.query * tiles.key_chunk) if is_short else 1
     vmem_bytes = functools.partial(forward_vmem_bytes, tiles, shape)
-    units = _units(shape.queries, tiles.query, tiles.query)
-    units *= _units(shape.keys, tiles.key, tiles.key_chunk)
-    return _heads_in_step(units, heads, group, vmem_bytes)
+    return _heads_in_step(most, heads, group, vmem_bytes)
 
 
 def backward_heads(tiles: Tiles, shape: Shape, heads: int, group: int) -> int:
     """Likewise of the backward kernel."""
-    vmem_bytes = functools.partial(backward_vmem_bytes, tiles, shape, tiles.backward_key)
-    units = _units(shape.queries, tiles.backward_query, tiles.backward_query_chunk)
-    units *= _units(shape.keys, tiles.backward_key, tiles.backward_key)
-    return _heads_in_step(units, heads, group, vmem_bytes)
+    chunk, key = tiles.backward_query_chunk, tiles.backward_key
+    is_short = shape.queries <= chunk and shape.keys <= key
+    most = MOST_SCORES // (chunk * key) if is_short else 1
+    vmem_bytes = functools.partial(backward_vmem_bytes, tiles, shape, key)
+    return _heads_in_step(most, heads, group, vmem_bytes)
 
 
-def _units(tokens: int, tile: int, at_hand: int) -> float:
-    """Units that so many tokens are; infinite where not all of them are at hand at once."""
-    return at_hand // math.gcd(unit(), tile) if tokens <= at_hand else math.inf
-
-
-def _heads_in_step(units: float, heads: int, group: int, vmem_bytes) -> int:
+def _heads_in_step(most: int, heads: int, group: int, vmem_bytes) -> int:
     fit = [
         count
-        for count in range(1, heads + 1)
+        for count in range(2, min(most, heads) + 1)
         if heads % count == 0
         and (count % group == 0 or group % count == 0)
-        and count * units <= MOST_UNITS
         and vmem_bytes(heads=count) <= vmem_limit_bytes()
     ]
     return max(fit, default=1)
@@ -304,18 +303,17 @@ def default_tiles(shape: Shape) -> Tiles:
         return _Candidate("key_chunk", key, shape.keys, {"query": query, "key": key})
 
     def backward(size: int) -> _Candidate:
-        key = min(size, _whole_units(shape.keys, unit()))
+        key = min(size, _whole_units(shape.keys, BACKWARD_UNIT))
         most = size if shape.is_band else 512
-        query = math.gcd(key, min(size, most, _whole_units(shape.queries, unit())))
+        query = math.gcd(key, min(size, most, _whole_units(shape.queries, BACKWARD_UNIT)))
         sizes = {"backward_query": query, "backward_key": key}
         return _Candidate("backward_query_chunk", query, shape.queries, sizes)
 
-    backward_sizes = [size for size in sizes if size <= 1024 or not shape.is_band]
     chosen = {}
     for candidates, vmem_bytes in (
         ([forward(size) for size in sizes], forward_vmem_bytes),
         (
-            [backward(size) for size in backward_sizes],
+            [backward(size) for size in sizes],
             functools.partial(backward_vmem_bytes, keys_in_vmem=0),
         ),
     ):

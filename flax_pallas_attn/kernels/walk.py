@@ -163,7 +163,8 @@ class Walk:
             kinds, sizes = kinds.mT, sizes[::-1]
         own_units, other_units = self._sizes[0] // sizes[0], chunk // sizes[1]
         tiles, chunks = (
-            pl.cdiv(count, size) for count, size in zip(self._counts, (self._sizes[0], chunk), strict=True)
+            pl.cdiv(count, size)
+            for count, size in zip(self._counts, (self._sizes[0], chunk), strict=True)
         )
         missing = (tiles * own_units - kinds.shape[1], chunks * other_units - kinds.shape[2])
         kinds = jnp.pad(kinds, ((0, 0), *((0, n) for n in missing)), constant_values=_HIDDEN)
@@ -176,23 +177,21 @@ class Walk:
         ordered = jnp.sum(jnp.where(rank[..., None, :] == place[:, None], place, 0), axis=-1)
         other, own = jnp.divmod(ordered, own_units)
         query, key = (own, other) if self.by_query else (other, own)
-        group = self._listed(chunk)
+        group = self.listed(chunk)
         whole = jnp.sum(kinds == _WHOLE, axis=3, keepdims=True) // group
         groups = -(jnp.sum(kinds != _HIDDEN, axis=3, keepdims=True) // -group)
         parts = (whole, groups, query << 16 | key)
         return jnp.concatenate(parts, axis=3).astype(jnp.int32)
 
-    def _listed(self, chunk: int) -> int:
-        """Units of a group: as many as divide those of a tile and a chunk."""
-        own, other = self._sizes
-        own_unit, other_unit = self.unit_queries, self.unit_keys
-        if not self.by_query:
-            own_unit, other_unit = other_unit, own_unit
-        units = own // own_unit * (chunk // other_unit)
+    def listed(self, chunk: int) -> int:
+        """Units of a list that are taken at a time: as many as divide those of tile and chunk."""
+        units = self._sizes[0] * chunk // (self.unit_queries * self.unit_keys)
         most = max(1, MOST_LISTED // self.heads)
         return max(n for n in range(1, most + 1) if units % n == 0)
 
-    def visit(self, tile, first, chunk: int, begin: Callable, body: Callable, work_ref=None) -> None:
+    def visit(
+        self, tile, first, chunk: int, begin: Callable, body: Callable, work_ref=None
+    ) -> None:
         """Calls `body` for the units that `tile` meets among the tokens at hand.
 
         Args:
@@ -277,11 +276,11 @@ class Walk:
 
     def groups(self, tile, work_ref):
         """How many groups of units are whole, and how many there are, of a tile's work."""
-        del tile  # that of the block; tests and benchmarks count without one
+        del tile  # the block is of this one
         return work_ref[0, 0, 0, 0], work_ref[0, 0, 0, 1]
 
     def _visit_listed(self, counts, chunk: int, begin: Callable, body: Callable, work_ref) -> None:
-        group = self._listed(chunk)
+        group = self.listed(chunk)
         last = work_ref.shape[3] - group
 
         def units(i, is_cut):
