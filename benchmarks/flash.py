@@ -243,6 +243,9 @@ def measure(
             segment_ids=SegmentIds(segments, segments) if shape.documents > 1 else None,
         )
 
+    def forward(query, key, value):
+        return jax.vjp(attend, query, key, value)[0]
+
     def gradients(query, key, value, output_gradient):
         output, vjp = jax.vjp(attend, query, key, value)
         return output, vjp(output_gradient)
@@ -252,8 +255,8 @@ def measure(
     key = array((shape.batch, shape.kv_heads, shape.length, head_size))
     counts = static_counts(documents) if shape.documents > 1 else contextlib.nullcontext()
     call: tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], tuple[str, ...]]
-    # In a model the query is an intermediate result, whose memory the output takes.
-    call = (jax.jit(attend, donate_argnums=0), [query, key, key], ())
+    # Of a training step: alone, the output would take the query's memory, and XLA copy an argument.
+    call = (forward, [query, key, key], ())
     if step == "backward":
         call = (gradients, [query, key, key, query], ("flash_forward",))
     fn, arrays, leave_out = call

@@ -127,37 +127,38 @@ def test_work_leaves_out_other_documents():
     assert work[0, :, 0, :2].tolist() == [[0, 2], [0, 2]]
 
 
-def test_a_lone_tile_is_known_from_first_to_last():
-    walk = Walk(
-        mask=Mask(lower=0),
-        by_query=True,
-        unit=64,
-        query_size=256,
-        key_size=256,
-        queries=200,
-        keys=250,
-        heads=3,
-    )
+@pytest.mark.parametrize("by_query", [True, False])
+def test_walks_that_are_written_out(by_query):
+    """Every unit that holds anything once, and of each row the first and the last marked."""
+    sizes = {"unit": 64, "query_size": 256, "key_size": 256, "queries": 500, "keys": 512}
+    walk = Walk(mask=Mask(lower=0), by_query=by_query, heads=3, most_written=512**2, **sizes)
     assert walk.is_known
-    calls = []
-    walk.visit(0, 0, 256, calls.append, lambda *lists: calls.append(lists))
-    begun, (units, expected, following) = calls
-    assert begun == units == expected
-    assert following == []
-    assert len({unit.index for unit in units}) == len(units)
-    assert {unit.head for unit in units} == {0, 1, 2}
-    for head, query in np.ndindex(3, 4):
-        own = [unit for unit in units if (unit.head, unit.query) == (head, query * 64)]
-        assert [unit.key for unit in own] == list(range(0, 64 * query + 1, 64))
-        assert [unit.is_first for unit in own] == [i == 0 for i in range(len(own))]
-        assert [unit.is_last for unit in own] == [i == query for i in range(len(own))]
-    # Its last queries see nothing in another one.
-    assert not Walk(
-        mask=Mask(lower=0, query_offset=-100),
-        by_query=True,
-        unit=64,
-        query_size=256,
-        key_size=256,
-        queries=256,
-        keys=256,
-    ).is_known
+    assert walk.has_known_end
+    for tile in range(2):
+        calls = []
+        walk.visit(tile, 0, 512, calls.append, lambda *lists, calls=calls: calls.append(lists))
+        ((units, expected, following),) = calls
+        assert expected == following == []
+        assert len({unit.index for unit in units}) == len(units)
+        for head, own in np.ndindex(3, 4):
+            met = [
+                (unit.key, unit.is_first, unit.is_last)
+                if by_query
+                else (unit.query, unit.is_first, unit.is_last)
+                for unit in units
+                if (unit.head, unit.query if by_query else unit.key) == (head, own * 64)
+            ]
+            row = tile * 4 + own
+            others = range(row + 1) if by_query else range(row, 8)
+            assert met == [(64 * n, n == others[0], n == others[-1]) for n in others]
+
+
+def test_walks_that_are_not_written_out():
+    sizes = {"by_query": True, "unit": 64, "query_size": 256, "key_size": 256}
+    causal = Walk(mask=Mask(lower=0), queries=512, keys=512, most_written=26 * 64**2, **sizes)
+    assert causal.is_known
+    # One unit less than the second tile meets; and first queries that see nothing.
+    few = Walk(mask=Mask(lower=0), queries=512, keys=512, most_written=25 * 64**2, **sizes)
+    assert not few.is_known
+    ahead = Mask(lower=0, query_offset=-100)
+    assert not Walk(mask=ahead, queries=512, keys=512, most_written=512**2, **sizes).is_known

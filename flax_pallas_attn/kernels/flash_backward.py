@@ -29,7 +29,7 @@ from flax_pallas_attn.kernels.score_tiles import (
     score_specs,
 )
 from flax_pallas_attn.kernels.tiles import Tiles
-from flax_pallas_attn.kernels.walk import Unit, Walk, work_spec
+from flax_pallas_attn.kernels.walk import Unit, Walk, most_written, traced_once, work_spec
 from flax_pallas_attn.masking import Mask
 
 LOOK_AHEAD = 2
@@ -62,6 +62,7 @@ class _Scratch(NamedTuple):
     value_gradient: Any  # [slots, Hv, key heads * key tile]
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "precision", "tiles"), inline=True)
 def flash_backward(
     query: jax.Array,
     key: jax.Array,
@@ -118,6 +119,7 @@ def flash_backward(
         keys=keys,
         all_cut=options.bias is not None,
         heads=step_heads,
+        most_written=most_written(head_dim, value_dim) if chunks == 1 else 0,
     )
     work = dataclasses.replace(walk, mask=mask).work(chunk)
 
@@ -293,6 +295,7 @@ def _kernel(
             scratch.output_gradient[:, queries],
         )
 
+    @traced_once
     def products(unit: Unit):
         key, value, query, output_gradient = operands(unit)
         return dot(key, query, (1, 0), precision), dot(value, output_gradient, (1, 0), precision)
@@ -304,6 +307,7 @@ def _kernel(
                 ahead.append(products(units[i + LOOK_AHEAD]))
             visit_unit(unit, *ahead.pop(0))
 
+    @traced_once
     def visit_unit(unit: Unit, unit_products, change):
         part = pl.ds(unit.query, width)
         queries, keys = places(unit)

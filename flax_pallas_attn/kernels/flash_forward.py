@@ -38,7 +38,7 @@ from flax_pallas_attn.kernels.score_tiles import (
     score_specs,
 )
 from flax_pallas_attn.kernels.tiles import LANES, Tiles, pad_to
-from flax_pallas_attn.kernels.walk import Unit, Walk, work_spec
+from flax_pallas_attn.kernels.walk import Unit, Walk, most_written, traced_once, work_spec
 from flax_pallas_attn.masking import Mask
 
 
@@ -119,6 +119,7 @@ def flash_forward(
         **_lengths(mask, queries, keys, tiles),
         all_cut=options.bias is not None,
         heads=step_heads,
+        most_written=most_written(head_dim, value_dim) if chunks == 1 else 0,
     )
     data_walk = dataclasses.replace(walk, mask=mask)
     spans = data_walk.spans() if chunks > 1 else None
@@ -244,6 +245,7 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
         scaled = inputs.query[0, head].astype(jnp.float32) * (scale * LOG2_E)
         scratch.query[pl.ds(head * tiles.query, tiles.query), :] = scaled.astype(dtype)
 
+    @traced_once
     def product(unit: Unit):
         keys = inputs.key[0, kv_head(unit), pl.ds(unit.key, step), :]
         return dot(keys, scratch.query[own(unit), :], (1, 1), precision)
@@ -269,6 +271,10 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
             products[unit.index] = product(unit)
 
         ahead = [functools.partial(put, unit) for unit in units if unit.index not in products]
+        if not expected:
+            for put_first in ahead[:look_ahead]:
+                put_first()
+            ahead = ahead[look_ahead:]
         ahead += put_leading(following)
         maximums = {}  # of queries whose place is known, so that they stay in registers
         for unit in units:
@@ -305,13 +311,14 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
             TileAxis(chunk * tiles.key_chunk + unit.key, unit.key, step, walk.key_stop),
         )
 
+    @traced_once
     def visit_unit(unit: Unit, products, maximum):
         part = score_tile(unit)
         scores, _ = part.scores(products)
         value = inputs.value[0, kv_head(unit), pl.ds(unit.key, step), :].T
         is_bad = None
         if unit.is_cut:
-            scores = jnp.where(part.visible(), scores, -jnp.inf)
+            scores = part.where_visible(scores, -jnp.inf)
             # What is not finite must not meet the zeros of hidden keys: its share is summed apart.
             value, is_bad = finite_columns(value)
         probabilities, shrink, maximum = softmax_step(scores, maximum)
@@ -331,6 +338,7 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
         scratch.sums[:, lanes] = sums if unit.is_first else scratch.sums[:, lanes] * shrink + sums
         return maximum
 
+    @traced_once
     def finish(unit: Unit, maximum):
         lanes = own(unit)
         of_rows, of_bad = scratch.sums[:SUBLANES, lanes], scratch.sums[SUBLANES:SUM_ROWS, lanes]

@@ -291,15 +291,19 @@ class ScoreTile:
     def bias(self) -> jax.Array:
         return self.pairs(self.refs.bias)
 
-    def visible(self) -> jax.Array:
-        """Who may attend to whom, in a unit of which a part is hidden."""
+    @functools.cached_property
+    def visible(self) -> jax.Array | None:
+        """Who may attend to whom, in a unit of which a part may be hidden; None where none is."""
         dense = None if self.refs.dense is None else self.pairs(self.refs.dense)
         visible = self.mask.visible(self.query_tokens, self.key_tokens, dense)
         if self.refs.bias is not None:
             is_allowed = self.bias != -jnp.inf
             visible = is_allowed if visible is None else visible & is_allowed
-        assert visible is not None, "a mask that hides nothing leaves no unit to mask"
         return visible
+
+    def where_visible(self, x: jax.Array, otherwise: float) -> jax.Array:
+        """`x` where the mask lets query and key meet."""
+        return x if self.visible is None else jnp.where(self.visible, x, otherwise)
 
     def scores(self, products: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Scores in base 2, and the same before a bias, from the scaled products."""
@@ -350,8 +354,7 @@ class ScoreTile:
             product_gradient *= 1 - jnp.square(capped / (self.options.soft_cap * LOG2_E))
         results = (kept, score_gradient, product_gradient)
         if is_cut:
-            visible = self.visible()
-            results = tuple(jnp.where(visible, x, 0.0) for x in results)
+            results = tuple(self.where_visible(x, 0.0) for x in results)
         return results
 
 

@@ -291,31 +291,29 @@ def default_tiles(shape: Shape) -> Tiles:
     elif not (shape.is_band or shape.pair_bytes):
         # Units that are listed do not cost more to compile the more there are.
         sizes = [4096, 2048, 1024, *sizes]
-    # Of the smaller units there are four times as many in a tile.
-    most_keys = 2048 if unit() > LANES else 1024
 
-    def forward(size: int) -> _Candidate:
-        query = min(size, _whole_units(shape.queries, unit()))
+    def candidate(own: str, other: str, own_tokens: int, other_tokens: int, size: int, unit: int):
+        own_size = min(size, _whole_units(own_tokens, unit))
+        other_size = min(size, _whole_units(other_tokens, unit))
         # A band is known unit by unit where the tiles of the axis that walks hold whole others. Of
         # a list's tiles only their units count.
-        most = most_keys if shape.is_band else 512
-        key = math.gcd(query, min(size, most, _whole_units(shape.keys, unit())))
-        return _Candidate("key_chunk", key, shape.keys, {"query": query, "key": key})
+        other_size = math.gcd(own_size, other_size) if shape.is_band else min(other_size, 512)
+        return _Candidate(
+            f"{other}_chunk", other_size, other_tokens, {own: own_size, other: other_size}
+        )
 
-    def backward(size: int) -> _Candidate:
-        key = min(size, _whole_units(shape.keys, BACKWARD_UNIT))
-        most = size if shape.is_band else 512
-        query = math.gcd(key, min(size, most, _whole_units(shape.queries, BACKWARD_UNIT)))
-        sizes = {"backward_query": query, "backward_key": key}
-        return _Candidate("backward_query_chunk", query, shape.queries, sizes)
-
+    forward = [candidate("query", "key", shape.queries, shape.keys, size, unit()) for size in sizes]
+    # Of larger heads a tile of 2048 takes minutes to compile.
+    most = 2048 if shape.head_dim + shape.value_dim <= 2 * LANES else 1024
+    backward = [
+        candidate("backward_key", "backward_query", shape.keys, shape.queries, size, BACKWARD_UNIT)
+        for size in sizes
+        if size <= most or not shape.is_band
+    ]
     chosen = {}
     for candidates, vmem_bytes in (
-        ([forward(size) for size in sizes], forward_vmem_bytes),
-        (
-            [backward(size) for size in sizes],
-            functools.partial(backward_vmem_bytes, keys_in_vmem=0),
-        ),
+        (forward, forward_vmem_bytes),
+        (backward, functools.partial(backward_vmem_bytes, keys_in_vmem=0)),
     ):
         chosen |= _first_that_fits(candidates, vmem_bytes, shape)
     return Tiles(**chosen)

@@ -6,10 +6,13 @@ hides is not computed, and one that it leaves whole is not masked. Any other mas
 units for each tile, before the kernel, of which the kernel takes some at a time.
 """
 
+import collections
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -60,6 +63,8 @@ class Walk:
       keys: S.
       all_cut: Whether something other than the mask may hide a part of any unit.
       heads: Query heads that are at hand: each unit is one of each.
+      most_written: Scores of a walk up to which all walks are written out whole. 0 where the other
+        axis is not at hand all at once.
     """
 
     mask: Mask
@@ -71,6 +76,7 @@ class Walk:
     keys: int
     all_cut: bool = False
     heads: int = 1
+    most_written: int = 0
 
     @property
     def unit_queries(self) -> int:
@@ -198,36 +204,35 @@ class Walk:
           tile: The tile that walks; an int where there is only one.
           first: First of the other axis' tiles that are at hand; an int where all are.
           chunk: Tokens of the other axis at hand.
-          begin: Gets the units that the first call of `body` is told to expect.
-          body: Gets its units, those that the call before was told to expect (they hold its own),
-            and those to expect next; none at a known end.
+          begin: Gets the units that the first call of `body` expects; not called where it expects
+            none.
+          body: Gets its units, those that the call before was told to expect (they hold its own, or
+            there are none), and those to expect next; none at a known end.
           work_ref: Block of `work` for the tile and what is at hand; None where there is no work.
         """
         if work_ref is not None:
             self._visit_listed(self.groups(tile, work_ref), chunk, begin, body, work_ref)
             return
-        if self.is_known:
-            ((_, units),) = self._end()
-            met = [self._own(unit) for unit in units]
-            units = [
-                unit._replace(is_first=own not in met[:i])
-                for i, (unit, own) in enumerate(zip(units, met, strict=True))
-            ]
-            units = self.of_all_heads(units)
-            begin(units)
-            body(units, units, [])
+        if self._known_walks:
+            for tiles, units in self._known_walks.items():
+                is_one = functools.reduce(operator.or_, (tile == own for own in tiles))
+
+                @_when(is_one if len(self._known_walks) > 1 else True)
+                def _(units=units):
+                    body(self.of_all_heads(units), [], [])
+
             return
         own_size, other_size = self._sizes
         tiles = chunk // other_size
         span = self.span(None, tile)
         usual = self.all_units(False)
-        begin(self._moved(usual, _clip(span.start - first, tiles - 1)))
+        begin(self.of_all_heads(self._moved(usual, _clip(span.start - first, tiles - 1))))
 
         def visit_tile(other, units, expected=usual, following=usual):
             other = other - first
             after = _minimum(other + 1, tiles - 1)
             lists = ((units, other), (expected, other), (following, after))
-            body(*(self._moved(*units_and_tile) for units_and_tile in lists))
+            body(*(self.of_all_heads(self._moved(*units_and_tile)) for units_and_tile in lists))
 
         def visit_at(other, condition, units):
             if units:
@@ -302,13 +307,11 @@ class Walk:
                 body(now, now, units(i + 1, is_cut))
 
     def _moved(self, units: list[Unit], other) -> list[Unit]:
-        """The units as they stand in a tile of the other axis, of all heads."""
+        """The units as they stand in a tile of the other axis."""
         offset = other * self._sizes[1]
         if self.by_query:
-            units = [unit._replace(key=offset + unit.key) for unit in units]
-        else:
-            units = [unit._replace(query=offset + unit.query) for unit in units]
-        return self.of_all_heads(units)
+            return [unit._replace(key=offset + unit.key) for unit in units]
+        return [unit._replace(query=offset + unit.query) for unit in units]
 
     def of_all_heads(self, units: list[Unit]) -> list[Unit]:
         """Each of the units, which are of one head, once for each head."""
@@ -319,49 +322,81 @@ class Walk:
         ]
 
     @property
-    def has_known_end(self) -> bool:
-        """Whether every tile ends with the same tiles, which all its units meet."""
-        return bool(self._end())
+    def is_known(self) -> bool:
+        """Whether all walks are written out: `visit` calls `body` once for each tile, and of its
+        queries, or keys, the first and the last units are known."""
+        return bool(self._known_walks)
 
     @property
-    def is_known(self) -> bool:
-        """Whether all units are known, and among them the first and last of each of this axis."""
-        return self._is_one_tile and self.has_known_end
+    def has_known_end(self) -> bool:
+        """Whether all walks end with units that are known to be the last, where all of the other
+        axis is at hand."""
+        return self.is_known or bool(self._end())
+
+    @functools.cached_property
+    def _known_walks(self) -> dict[tuple[int, ...], list[Unit]]:
+        """The units that each tile meets, by the tiles that meet the same; none where those are too
+        many, or leave some of a tile out."""
+        tiles, others = (
+            pl.cdiv(count, size) for count, size in zip(self._counts, self._sizes, strict=True)
+        )
+        most = self.most_written // (self.unit_queries * self.unit_keys)
+        if not self.is_band or tiles * others > most:  # tiles of some units each
+            return {}
+        walks = collections.defaultdict(list)
+        for tile in range(tiles):
+            units = []
+            for other in range(others):
+                firsts = (tile * self._sizes[0], other * self._sizes[1])
+                query, key = firsts if self.by_query else firsts[::-1]
+                extents = [
+                    min(size, count - at)
+                    for size, count, at in zip(self._sizes, self._counts, firsts, strict=True)
+                ]
+                distance = self.mask.query_offset + query - key
+                units += self._moved(self._units(distance, *extents), other)
+            own = [self._own(unit) for unit in units]
+            if len(units) > most or len(set(own)) < self._sizes[0] // self._own_unit:
+                return {}
+            walks[tuple(units)].append(tile)
+        return {tuple(tiles): self._marked(units) for units, tiles in walks.items()}
+
+    def _marked(self, units: Sequence[Unit]) -> list[Unit]:
+        """With which are the first and the last of their queries, or keys."""
+        own = [self._own(unit) for unit in units]
+        return [
+            unit._replace(
+                index=i, is_first=own[i] not in own[:i], is_last=own[i] not in own[i + 1 :]
+            )
+            for i, unit in enumerate(units)
+        ]
 
     def _own(self, unit: Unit) -> int:
         return unit.query if self.by_query else unit.key
 
     @property
-    def _is_one_tile(self) -> bool:
-        counts_and_sizes = zip(self._counts, self._sizes, strict=True)
-        return all(count <= size for count, size in counts_and_sizes)
+    def _own_unit(self) -> int:
+        return self.unit_queries if self.by_query else self.unit_keys
 
     def _end(self) -> list[tuple[int, list[Unit]]]:
         """The cut tiles after the whole ones, as steps from `tile * own / other`, if all tiles of
-        this axis meet them and each of its units ends there; else nothing. All of a lone tile."""
+        this axis meet them and each of its units ends there; else nothing."""
         own_size, other_size = self._sizes
         own_count, other_count = self._counts
-        if not self.is_band:
+        if not self.is_band or own_count % own_size:
             return []
-        if self._is_one_tile:
-            steps, extents = [(0, self.mask.query_offset)], (own_count, other_count)
-        elif own_count % own_size == 0:
-            steps, extents = self._cut_steps()[1], (own_size, other_size)
-        else:
-            return []
-        ratio, complete = own_size // other_size, pl.cdiv(other_count, extents[1])
-        own_last = pl.cdiv(own_count, own_size) - 1
+        ratio, complete = own_size // other_size, other_count // other_size
+        own_last = own_count // own_size - 1
         rounds, met = [], set()
-        for step, distance in reversed(steps):
+        for step, distance in reversed(self._cut_steps()[1]):
             if step < 0 or own_last * ratio + step >= complete:
                 return []
             units = []
-            for unit in reversed(self._units(distance, *extents)):
+            for unit in reversed(self._units(distance, own_size, other_size)):
                 units.insert(0, unit._replace(is_last=self._own(unit) not in met))
                 met.add(self._own(unit))
             rounds.insert(0, (step, units))
-        own_unit = self.unit_queries if self.by_query else self.unit_keys
-        return rounds if len(met) == own_size // own_unit else []
+        return rounds if len(met) == own_size // self._own_unit else []
 
     def _own_cases(self, tile):
         """The tile that walks, complete or the last: condition, index, tokens, candidates."""
@@ -445,6 +480,33 @@ class Walk:
             Unit(index, 0, query, key, is_cut or self.all_cut)
             for index, (key, query) in enumerate(places)
         ]
+
+
+def most_written(head_dim: int, value_dim: int) -> int:
+    """Scores of a walk up to which it is written out without a loop.
+
+    Beyond, the compiler moves more out of the registers than the ends of a loop cost
+    (benchmarks/LOG.md).
+    """
+    return 100 * 256**2 * 256 // (head_dim + value_dim)
+
+
+def traced_once(function: Callable) -> Callable:
+    """`function(unit, *arrays)`, which jax traces once for units that differ in place alone."""
+
+    @functools.cache
+    def of_kind(kind: Unit):
+        def at_place(query, key, *arrays):
+            return function(kind._replace(query=query, key=key), *arrays)
+
+        return jax.jit(at_place, inline=True)
+
+    @functools.wraps(function)
+    def of_unit(unit: Unit, *arrays):
+        kind = unit._replace(index=0, query=0, key=0, is_last=False)
+        return of_kind(kind)(unit.query, unit.key, *arrays)
+
+    return of_unit
 
 
 def work_spec(work: jax.Array | None, index: Callable) -> pl.BlockSpec | None:
