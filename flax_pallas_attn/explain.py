@@ -244,9 +244,12 @@ def _explanation(
     tiles = plan.tiles if on_tpu == "pallas" else None
     forward_bytes = backward_bytes = None
     if tiles is not None and plan.shape is not None:
-        forward_bytes = tiles_lib.forward_vmem_bytes(tiles, plan.shape)
+        kernels_see = (tiles, plan.shape, plan.group * key.shape[1], plan.group)
+        heads = tiles_lib.forward_heads(*kernels_see)
+        forward_bytes = tiles_lib.forward_vmem_bytes(tiles, plan.shape, heads)
+        heads = tiles_lib.backward_heads(*kernels_see)
         keys = tiles_lib.backward_keys_in_vmem(tiles, plan.shape, plan.group)
-        backward_bytes = tiles_lib.backward_vmem_bytes(tiles, plan.shape, keys)
+        backward_bytes = tiles_lib.backward_vmem_bytes(tiles, plan.shape, keys, heads)
     split = () if axes is None else axes.batch + axes.heads
     return AttentionExplanation(
         on_tpu=on_tpu,

@@ -111,7 +111,6 @@ FLASH = [
     Mutation("kernels/walk.py", "_minimum(other + 1, tiles - 1)", "_minimum(other, tiles - 1)"),
     Mutation("kernels/walk.py", "_clip(span.start - first, tiles", "_clip(0, tiles", "window"),
     Mutation("kernels/walk.py", "units(i + 1, is_cut)", "units(i, is_cut)", "segments"),
-    Mutation("kernels/walk.py", "own[i] not in own[:i]", "own[i] in own[:i]"),
     Mutation("kernels/walk.py", "(_WHOLE - kinds)", "(kinds - _WHOLE)", "segments"),
     Mutation("kernels/flash_forward.py", "walk.key_stop", "walk.query_stop"),
     Mutation("kernels/flash_forward.py", "factor *= shrink", "factor /= shrink", "sinks"),

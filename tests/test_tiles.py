@@ -235,3 +235,23 @@ def test_tiles_of_the_backward_kernel_count_where_there_is_a_gradient():
 def test_tiles_are_not_refused_where_no_tpu_is_known_of():
     """They may be meant for one with more memory; the compiler has the last word."""
     traced("CPU", {"key_chunk": 2**20, "backward_query_chunk": 2**20}, wants_gradient=True)
+
+
+@pytest.mark.parametrize("heads_of", [tiles_lib.forward_heads, tiles_lib.backward_heads])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("heads", "group"), [(16, 1), (16, 4), (6, 3), (12, 12), (7, 1), (1, 1)])
+def test_short_heads_share_a_grid_step(heads, group, kind, heads_of):
+    with compiled_for(kind):
+        for tokens in (64, 200, 512, 1000, 4096):
+            call = shape(queries=tokens, keys=tokens)
+            tiles = tiles_lib.default_tiles(call)
+            together = heads_of(tiles, call, heads, group)
+            assert heads % together == 0
+            assert together % group == 0 or group % together == 0
+            assert tiles_lib.forward_vmem_bytes(tiles, call, together) <= (
+                tiles_lib.vmem_limit_bytes()
+            )
+            if tokens == 4096 or heads == 1:
+                assert together == 1
+            elif tokens <= 512 and heads != 7 and kind != "TPU v4":
+                assert together > 1

@@ -139,7 +139,7 @@ def test_walks_that_are_written_out(by_query):
         walk.visit(tile, 0, 512, calls.append, lambda *lists, calls=calls: calls.append(lists))
         ((units, expected, following),) = calls
         assert expected == following == []
-        assert len({unit.index for unit in units}) == len(units)
+        assert len({unit.number for unit in units}) == len(units)
         for head, own in np.ndindex(3, 4):
             met = [
                 (unit.key, unit.is_first, unit.is_last)

@@ -139,8 +139,8 @@ def flash_backward(
         """Stays at the first tile until the sums are complete, so that each is written once."""
         return b, n, jnp.where((g == members - 1) & (c == chunks - 1), j, 0), 0
 
-    def work_index(b, n, g, c, j):
-        return b if len(work) > 1 else 0, c * key_tiles + j, 0, 0
+    def work_place(b, n, g, c, j):
+        return b, c * key_tiles + j
 
     inputs = _Inputs(
         query,
@@ -160,7 +160,7 @@ def flash_backward(
         pl.BlockSpec((1, step_heads, 1, chunk), row_index),
         pl.BlockSpec((1, step_heads, 1, chunk), row_index),
         score_specs(inputs.scores, step_heads, chunk, key_size, index),
-        work_spec(work, work_index),
+        work_spec(work, work_place),
     )
     like = functools.partial(
         jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(query).manual_axis_type

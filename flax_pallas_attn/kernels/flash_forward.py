@@ -140,8 +140,8 @@ def flash_forward(
         b, n, _, c = index(*grid)
         return b, n * step_heads // group // step_kv_heads, c, 0
 
-    def work_index(b, n, i, c, *spans_refs):
-        return b if len(work) > 1 else 0, c * query_tiles + i, 0, 0
+    def work_place(b, n, i, c, *spans_refs):
+        return b, c * query_tiles + i
 
     work = data_walk.work(tiles.key_chunk)
     inputs = _Inputs(query, key, value, score_inputs(mask, options), work)
@@ -150,7 +150,7 @@ def flash_forward(
         pl.BlockSpec((1, step_kv_heads, tiles.key_chunk, head_dim), key_index),
         pl.BlockSpec((1, step_kv_heads, tiles.key_chunk, value_dim), key_index),
         score_specs(inputs.scores, step_heads, tiles.query, tiles.key_chunk, index),
-        work_spec(work, work_index),
+        work_spec(work, work_place),
     )
     kernel = functools.partial(
         _kernel,
@@ -263,14 +263,14 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
 
     def visit(units: list[Unit], expected: list[Unit], following: list[Unit]):
         products = {
-            unit.index: scratch.products[:, pl.ds(i * width, width)]
+            unit.number: scratch.products[:, pl.ds(i * width, width)]
             for i, unit in enumerate(expected[:look_ahead])
         }
 
         def put(unit):
-            products[unit.index] = product(unit)
+            products[unit.number] = product(unit)
 
-        ahead = [functools.partial(put, unit) for unit in units if unit.index not in products]
+        ahead = [functools.partial(put, unit) for unit in units if unit.number not in products]
         if not expected:
             for put_first in ahead[:look_ahead]:
                 put_first()
@@ -280,7 +280,7 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
         for unit in units:
             if ahead:
                 ahead.pop(0)()
-            while unit.index not in products:
+            while unit.number not in products:
                 ahead.pop(0)()
             place, is_known = (unit.head, unit.query), isinstance(unit.query, int)
             if unit.is_first:
@@ -289,7 +289,7 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
                 maximum = maximums.pop(place)
             else:
                 maximum = scratch.maximum[:, own(unit)]
-            maximum = visit_unit(unit, products.pop(unit.index), maximum)
+            maximum = visit_unit(unit, products.pop(unit.number), maximum)
             if ends_in_visit and unit.is_last:
                 finish(unit, maximum)
             elif is_known:

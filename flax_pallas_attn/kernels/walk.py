@@ -31,7 +31,7 @@ class Unit(NamedTuple):
     """A part of a tile.
 
     Attributes:
-      index: Which of the units that may be computed at a time.
+      number: Which of the units that may be computed at a time.
       head: Of the query heads that are at hand.
       query: Of its first query: in the tile, or among those at hand if queries walk by.
       key: Of its first key; likewise.
@@ -40,7 +40,7 @@ class Unit(NamedTuple):
       is_last: Whether it is known to be the last.
     """
 
-    index: int
+    number: int
     head: int
     query: Any  # an int, or int32 where it is traced
     key: Any
@@ -290,11 +290,11 @@ class Walk:
 
         def units(i, is_cut):
             units = []
-            for index in range(group):
-                query_and_key = work_ref[0, 0, 0, jnp.minimum(2 + i * group, last) + index]
+            for number in range(group):
+                query_and_key = work_ref[0, 0, 0, jnp.minimum(2 + i * group, last) + number]
                 query = pl.multiple_of((query_and_key >> 16) * self.unit_queries, self.unit_queries)
                 key = pl.multiple_of((query_and_key & 0xFFFF) * self.unit_keys, self.unit_keys)
-                units.append(Unit(index, 0, query, key, is_cut))
+                units.append(Unit(number, 0, query, key, is_cut))
             return self.of_all_heads(units)
 
         whole, groups = counts
@@ -316,7 +316,7 @@ class Walk:
     def of_all_heads(self, units: list[Unit]) -> list[Unit]:
         """Each of the units, which are of one head, once for each head."""
         return [
-            unit._replace(index=unit.index * self.heads + head, head=head)
+            unit._replace(number=unit.number * self.heads + head, head=head)
             for unit in units
             for head in range(self.heads)
         ]
@@ -366,7 +366,7 @@ class Walk:
         own = [self._own(unit) for unit in units]
         return [
             unit._replace(
-                index=i, is_first=own[i] not in own[:i], is_last=own[i] not in own[i + 1 :]
+                number=i, is_first=own[i] not in own[:i], is_last=own[i] not in own[i + 1 :]
             )
             for i, unit in enumerate(units)
         ]
@@ -477,8 +477,8 @@ class Walk:
             range(0, self.key_size, self.unit_keys), range(0, self.query_size, self.unit_queries)
         )
         return [
-            Unit(index, 0, query, key, is_cut or self.all_cut)
-            for index, (key, query) in enumerate(places)
+            Unit(number, 0, query, key, is_cut or self.all_cut)
+            for number, (key, query) in enumerate(places)
         ]
 
 
@@ -503,16 +503,21 @@ def traced_once(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def of_unit(unit: Unit, *arrays):
-        kind = unit._replace(index=0, query=0, key=0, is_last=False)
+        kind = unit._replace(number=0, query=0, key=0, is_last=False)
         return of_kind(kind)(unit.query, unit.key, *arrays)
 
     return of_unit
 
 
-def work_spec(work: jax.Array | None, index: Callable) -> pl.BlockSpec | None:
-    """Block spec of `Walk.work`; None where there is none."""
+def work_spec(work: jax.Array | None, place: Callable) -> pl.BlockSpec | None:
+    """Block spec of `Walk.work`, of which `place` maps grid indices to (batch, which block)."""
     if work is None:
         return None
+
+    def index(*grid):
+        batch, block = place(*grid)
+        return batch if len(work) > 1 else 0, block, 0, 0
+
     return pl.BlockSpec((1, 1, *work.shape[2:]), index, memory_space=pltpu.SMEM)
 
 
