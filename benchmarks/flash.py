@@ -34,7 +34,7 @@ from benchmarks.results_file import kernels_hash, read_results, write_results
 from benchmarks.simulate import FLOP_PER_CYCLE, GENERATIONS, Cycles, simulate
 from flax_pallas_attn import SegmentIds, dot_product_attention
 from flax_pallas_attn.kernels import tiles as tiles_lib
-from flax_pallas_attn.kernels.walk import Walk
+from flax_pallas_attn.kernels import unit_lists
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -278,30 +278,30 @@ def static_counts(documents: np.ndarray) -> Iterator[None]:
     visible = (documents[:, None] == documents) & np.tri(len(documents), dtype=bool)
     was_asked = False
 
-    def groups(self, tile, work_ref):
-        del work_ref
+    def counts(walk, tile, list_ref):
+        del list_ref
         nonlocal was_asked
         was_asked = True
-        sizes, units = (self.query_size, self.key_size), (self.unit_queries, self.unit_keys)
+        sizes, units = (walk.query_size, walk.key_size), (walk.unit_queries, walk.unit_keys)
         rows, columns = (tiles_lib.pad_to(len(documents), size) for size in sizes)
         padded = np.zeros((rows, columns), bool)
         padded[: len(documents), : len(documents)] = visible
         blocks = padded.reshape(rows // units[0], units[0], columns // units[1], units[1])
-        counts = []
+        numbers = []
         for is_met in (blocks.all((1, 3)), blocks.any((1, 3))):
-            own = is_met if self.by_query else is_met.T
-            size = sizes[0] // units[0] if self.by_query else sizes[1] // units[1]
-            counts.append(own.reshape(len(own) // size, -1).sum(1))
-        whole, met = counts
-        group = self.listed(columns if self.by_query else rows)
+            own = is_met if walk.by_query else is_met.T
+            size = sizes[0] // units[0] if walk.by_query else sizes[1] // units[1]
+            numbers.append(own.reshape(len(own) // size, -1).sum(1))
+        whole, met = numbers
+        group = unit_lists.at_a_time(walk, columns if walk.by_query else rows)
         return tuple(
-            sum(jnp.where(tile == i, int(n), 0) for i, n in enumerate(numbers))
-            for numbers in (whole // group, -(met // -group))
+            sum(jnp.where(tile == i, int(n), 0) for i, n in enumerate(of_tiles))
+            for of_tiles in (whole // group, -(met // -group))
         )
 
-    with mock.patch.object(Walk, "groups", groups):
+    with mock.patch.object(unit_lists, "counts", counts):
         yield
-    assert was_asked, "the kernels no longer ask Walk.groups how much they visit"
+    assert was_asked, "the kernels no longer ask unit_lists.counts how much they visit"
 
 
 def measure_peer(

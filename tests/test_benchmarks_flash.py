@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import flash, results_file
 from flax_pallas_attn import SegmentIds
+from flax_pallas_attn.kernels import unit_lists
 from flax_pallas_attn.kernels.walk import Walk
 from flax_pallas_attn.masking import Mask
 
@@ -31,10 +32,12 @@ def test_static_counts_are_those_of_the_list(query_size, key_size, by_query):
         queries=1024,
         keys=1024,
     )
-    work = walk.work(1024)
+    lists = unit_lists.listed(walk, 1024)
     with flash.static_counts(documents):
-        for tile, of_tile in enumerate(work[0, :, 0]):
-            assert [int(n) for n in walk.groups(tile, None)] == [int(n) for n in of_tile[:2]]
+        for tile, of_tile in enumerate(lists[0, :, 0]):
+            assert [int(n) for n in unit_lists.counts(walk, tile, None)] == [
+                int(n) for n in of_tile[:2]
+            ]
 
 
 def test_static_counts_notice_that_nobody_asks():

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_pallas_attn.kernels import tiles as tiles_lib
+from flax_pallas_attn.kernels import unit_lists
 from flax_pallas_attn.kernels.online_softmax import LN_2, LOG2_E, dot, finite_columns
 from flax_pallas_attn.kernels.score_tiles import (
     ScoreInputs,
@@ -29,7 +30,7 @@ from flax_pallas_attn.kernels.score_tiles import (
     score_specs,
 )
 from flax_pallas_attn.kernels.tiles import Tiles
-from flax_pallas_attn.kernels.walk import Unit, Walk, most_written, traced_once, work_spec
+from flax_pallas_attn.kernels.walk import Unit, Walk, most_written, traced_once
 from flax_pallas_attn.masking import Mask
 
 LOOK_AHEAD = 2
@@ -44,7 +45,7 @@ class _Inputs(NamedTuple):
     logsumexp: Any  # [1, query heads, 1, query chunk]
     delta: Any  # [1, query heads, 1, query chunk]
     scores: ScoreInputs
-    work: Any  # of a `Walk`, in scalar memory
+    units: Any  # block of `unit_lists.listed`, in scalar memory; None of a band
 
 
 class _Gradients(NamedTuple):
@@ -121,7 +122,7 @@ def flash_backward(
         heads=step_heads,
         most_written=most_written(head_dim, value_dim) if chunks == 1 else 0,
     )
-    work = dataclasses.replace(walk, mask=mask).work(chunk)
+    lists = unit_lists.listed(dataclasses.replace(walk, mask=mask), chunk)
 
     def index(b, n, g, c, j):
         return b, n * members + g, c, j
@@ -139,7 +140,7 @@ def flash_backward(
         """Stays at the first tile until the sums are complete, so that each is written once."""
         return b, n, jnp.where((g == members - 1) & (c == chunks - 1), j, 0), 0
 
-    def work_place(b, n, g, c, j):
+    def list_place(b, n, g, c, j):
         return b, c * key_tiles + j
 
     inputs = _Inputs(
@@ -150,7 +151,7 @@ def flash_backward(
         logsumexp[:, :, None],
         delta[:, :, None],
         score_inputs(mask, options),
-        work,
+        lists,
     )
     in_specs = _Inputs(
         pl.BlockSpec((1, step_heads, chunk, head_dim), query_index),
@@ -160,7 +161,7 @@ def flash_backward(
         pl.BlockSpec((1, step_heads, 1, chunk), row_index),
         pl.BlockSpec((1, step_heads, 1, chunk), row_index),
         score_specs(inputs.scores, step_heads, chunk, key_size, index),
-        work_spec(work, work_place),
+        unit_lists.list_spec(lists, list_place),
     )
     like = functools.partial(
         jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(query).manual_axis_type
@@ -339,8 +340,11 @@ def _kernel(
         )
 
     key_tile_index = key_tile if walk.keys > key_size else 0
-    first = chunk * chunk_tiles if walk.queries > chunk_size else 0
-    walk.visit(key_tile_index, first, chunk_size, lambda units: None, visit, inputs.work)
+    if inputs.units is None:
+        first = chunk * chunk_tiles if walk.queries > chunk_size else 0
+        walk.visit(key_tile_index, first, chunk_size, lambda units: None, visit)
+    else:
+        unit_lists.visit(walk, key_tile_index, chunk_size, lambda units: None, visit, inputs.units)
 
     @pl.when(key_tile == key_tiles - 1)
     def _():

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_pallas_attn.kernels import tiles as tiles_lib
+from flax_pallas_attn.kernels import unit_lists
 from flax_pallas_attn.kernels.online_softmax import (
     LN_2,
     LOG2_E,
@@ -38,7 +39,7 @@ from flax_pallas_attn.kernels.score_tiles import (
     score_specs,
 )
 from flax_pallas_attn.kernels.tiles import LANES, Tiles, pad_to
-from flax_pallas_attn.kernels.walk import Unit, Walk, most_written, traced_once, work_spec
+from flax_pallas_attn.kernels.walk import Unit, Walk, most_written, traced_once
 from flax_pallas_attn.masking import Mask
 
 
@@ -59,7 +60,7 @@ class _Inputs(NamedTuple):
     key: Any  # [1, key heads, key chunk, H]
     value: Any  # [1, key heads, key chunk, Hv]
     scores: ScoreInputs
-    work: Any  # of a `Walk`, in scalar memory
+    units: Any  # block of `unit_lists.listed`, in scalar memory; None of a band
 
 
 class _Scratch(NamedTuple):
@@ -140,17 +141,17 @@ def flash_forward(
         b, n, _, c = index(*grid)
         return b, n * step_heads // group // step_kv_heads, c, 0
 
-    def work_place(b, n, i, c, *spans_refs):
+    def list_place(b, n, i, c, *spans_refs):
         return b, c * query_tiles + i
 
-    work = data_walk.work(tiles.key_chunk)
-    inputs = _Inputs(query, key, value, score_inputs(mask, options), work)
+    lists = unit_lists.listed(data_walk, tiles.key_chunk)
+    inputs = _Inputs(query, key, value, score_inputs(mask, options), lists)
     in_specs = _Inputs(
         pl.BlockSpec((1, step_heads, tiles.query, head_dim), query_index),
         pl.BlockSpec((1, step_kv_heads, tiles.key_chunk, head_dim), key_index),
         pl.BlockSpec((1, step_kv_heads, tiles.key_chunk, value_dim), key_index),
         score_specs(inputs.scores, step_heads, tiles.query, tiles.key_chunk, index),
-        work_spec(work, work_place),
+        unit_lists.list_spec(lists, list_place),
     )
     kernel = functools.partial(
         _kernel,
@@ -358,8 +359,11 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
         logsumexp = jnp.where(is_empty, -jnp.inf, (maximum + jnp.log2(total)) * LN_2)
         logsumexp_ref[0, unit.head, :, queries] = logsumexp
 
-    first_tile = chunk * (tiles.key_chunk // tiles.key)
-    walk.visit(query_tile, first_tile, tiles.key_chunk, begin, visit, inputs.work)
+    if inputs.units is None:
+        first_tile = chunk * (tiles.key_chunk // tiles.key)
+        walk.visit(query_tile, first_tile, tiles.key_chunk, begin, visit)
+    else:
+        unit_lists.visit(walk, query_tile, tiles.key_chunk, begin, visit, inputs.units)
 
     if not ends_in_visit:
 

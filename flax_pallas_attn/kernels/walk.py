@@ -2,8 +2,8 @@
 
 A tile is computed in units. Where the mask is a band that is known while tracing
 (causal, window), what it does to each unit of a tile that it cuts is known too: a unit that it
-hides is not computed, and one that it leaves whole is not masked. Any other mask makes a list of
-units for each tile, before the kernel, of which the kernel takes some at a time.
+hides is not computed, and one that it leaves whole is not masked. The units of other masks are
+listed (`unit_lists`).
 """
 
 import collections
@@ -18,13 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from flax_pallas_attn.kernels.tiles import pad_to
-from flax_pallas_attn.masking import Mask, Span, tile_flags, tile_spans
-
-MOST_LISTED = 8
-"""Units of a list that a kernel takes at a time, at most."""
+from flax_pallas_attn.masking import Mask, Span, tile_spans
 
 
 class Unit(NamedTuple):
@@ -101,7 +97,7 @@ class Walk:
     @property
     def is_band(self) -> bool:
         """Whether what the mask does to a unit follows from its place alone."""
-        own, other = self._sizes
+        own, other = self.sizes
         return self.mask.is_band and own % other == 0
 
     @property
@@ -118,12 +114,14 @@ class Walk:
         return query_size * key_size * sum(span.stop - span.start for span in spans)
 
     @property
-    def _sizes(self) -> tuple[int, int]:
+    def sizes(self) -> tuple[int, int]:
+        """Tokens of a tile of the axis that walks, and of the other one."""
         query, key = self.query_size, self.key_size
         return (query, key) if self.by_query else (key, query)
 
     @property
-    def _counts(self) -> tuple[int, int]:
+    def counts(self) -> tuple[int, int]:
+        """Tokens of the axis that walks, and of the other one."""
         queries, keys = self.queries, self.keys
         return (queries, keys) if self.by_query else (keys, queries)
 
@@ -138,7 +136,7 @@ class Walk:
     def span(self, batch_index, tile, spans_ref=None) -> Span:
         """The span of a tile, by arithmetic or from what `spans` has put into scalar memory."""
         if spans_ref is not None:
-            tiles = pl.cdiv(self._counts[0], self._sizes[0])
+            tiles = pl.cdiv(self.counts[0], self.sizes[0])
             base = (batch_index * tiles + tile) * 4
             return Span(*(spans_ref[base + i] for i in range(4)))
         span = self.mask.key_span if self.by_query else self.mask.query_span
@@ -147,58 +145,8 @@ class Walk:
             queries, keys = pad_to(queries, self.query_size), pad_to(keys, self.key_size)
         return span(tile, self.query_size, self.key_size, queries, keys)
 
-    def work(self, chunk: int) -> jax.Array | None:
-        """The units that each tile meets, for blocks in scalar memory; None where it is a band.
-
-        Args:
-          chunk: Tokens of the other axis that are at hand at once.
-
-        Returns:
-          `[B or 1, chunks * tiles, 1, 2 + units]` int32. Of a tile and a chunk: how many groups of
-          units are whole, how many there are, and the units in that order, then those that are
-          hidden, each as the indices of its first query and key, in units, in 16 bits.
-        """
-        if self.is_band:
-            return None
-        sizes = (self.unit_queries, self.unit_keys)
-        some, full = tile_flags(self.mask, *sizes, self.queries, self.keys)
-        if self.all_cut:
-            full = jnp.zeros_like(full)
-        kinds = jnp.where(full, _WHOLE, jnp.where(some, _CUT, _HIDDEN))
-        if not self.by_query:
-            kinds, sizes = kinds.mT, sizes[::-1]
-        own_units, other_units = self._sizes[0] // sizes[0], chunk // sizes[1]
-        tiles, chunks = (
-            pl.cdiv(count, size)
-            for count, size in zip(self._counts, (self._sizes[0], chunk), strict=True)
-        )
-        missing = (tiles * own_units - kinds.shape[1], chunks * other_units - kinds.shape[2])
-        kinds = jnp.pad(kinds, ((0, 0), *((0, n) for n in missing)), constant_values=_HIDDEN)
-        kinds = kinds.reshape(-1, tiles, own_units, chunks, other_units)
-        kinds = kinds.transpose(0, 3, 1, 4, 2).reshape(len(kinds), chunks * tiles, 1, -1)
-        # Sorted by counting, for which XLA has a faster program than for sorting a few.
-        place = jnp.arange(kinds.shape[3])
-        order = (_WHOLE - kinds) * len(place) + place
-        rank = jnp.sum(order[..., None, :] < order[..., :, None], axis=-1)
-        ordered = jnp.sum(jnp.where(rank[..., None, :] == place[:, None], place, 0), axis=-1)
-        other, own = jnp.divmod(ordered, own_units)
-        query, key = (own, other) if self.by_query else (other, own)
-        group = self.listed(chunk)
-        whole = jnp.sum(kinds == _WHOLE, axis=3, keepdims=True) // group
-        groups = -(jnp.sum(kinds != _HIDDEN, axis=3, keepdims=True) // -group)
-        parts = (whole, groups, query << 16 | key)
-        return jnp.concatenate(parts, axis=3).astype(jnp.int32)
-
-    def listed(self, chunk: int) -> int:
-        """Units of a list that are taken at a time: as many as divide those of tile and chunk."""
-        units = self._sizes[0] * chunk // (self.unit_queries * self.unit_keys)
-        most = max(1, MOST_LISTED // self.heads)
-        return max(n for n in range(1, most + 1) if units % n == 0)
-
-    def visit(
-        self, tile, first, chunk: int, begin: Callable, body: Callable, work_ref=None
-    ) -> None:
-        """Calls `body` for the units that `tile` meets among the tokens at hand.
+    def visit(self, tile, first, chunk: int, begin: Callable, body: Callable) -> None:
+        """Calls `body` for the units that `tile` meets among the tokens at hand, of a band.
 
         Args:
           tile: The tile that walks; an int where there is only one.
@@ -208,11 +156,7 @@ class Walk:
             none.
           body: Gets its units, those that the call before was told to expect (they hold its own, or
             there are none), and those to expect next; none at a known end.
-          work_ref: Block of `work` for the tile and what is at hand; None where there is no work.
         """
-        if work_ref is not None:
-            self._visit_listed(self.groups(tile, work_ref), chunk, begin, body, work_ref)
-            return
         if self._known_walks:
             for tiles, units in self._known_walks.items():
                 is_one = functools.reduce(operator.or_, (tile == own for own in tiles))
@@ -222,7 +166,7 @@ class Walk:
                     body(self.of_all_heads(units), [], [])
 
             return
-        own_size, other_size = self._sizes
+        own_size, other_size = self.sizes
         tiles = chunk // other_size
         span = self.span(None, tile)
         usual = self.all_units(False)
@@ -239,7 +183,7 @@ class Walk:
                 at_hand = (other >= first) & (other < first + tiles)
                 _when(condition & at_hand)(lambda: visit_tile(other, units))
 
-        other_count = self._counts[1]
+        other_count = self.counts[1]
         complete, last_size = divmod(other_count, other_size)
         ratio = own_size // other_size
         for is_case, own, own_extent, candidates in self._own_cases(tile):
@@ -279,36 +223,9 @@ class Walk:
                 for step_and_distance in after:
                     cut(*step_and_distance)
 
-    def groups(self, tile, work_ref):
-        """How many groups of units are whole, and how many there are, of a tile's work."""
-        del tile  # the block is of this one
-        return work_ref[0, 0, 0, 0], work_ref[0, 0, 0, 1]
-
-    def _visit_listed(self, counts, chunk: int, begin: Callable, body: Callable, work_ref) -> None:
-        group = self.listed(chunk)
-        last = work_ref.shape[3] - group
-
-        def units(i, is_cut):
-            units = []
-            for number in range(group):
-                query_and_key = work_ref[0, 0, 0, jnp.minimum(2 + i * group, last) + number]
-                query = pl.multiple_of((query_and_key >> 16) * self.unit_queries, self.unit_queries)
-                key = pl.multiple_of((query_and_key & 0xFFFF) * self.unit_keys, self.unit_keys)
-                units.append(Unit(number, 0, query, key, is_cut))
-            return self.of_all_heads(units)
-
-        whole, groups = counts
-        begin(units(0, False))
-        for start, stop, is_cut in ((0, whole, False), (whole, groups, True)):
-
-            @pl.loop(start, stop)
-            def _(i, is_cut=is_cut):
-                now = units(i, is_cut)
-                body(now, now, units(i + 1, is_cut))
-
     def _moved(self, units: list[Unit], other) -> list[Unit]:
         """The units as they stand in a tile of the other axis."""
-        offset = other * self._sizes[1]
+        offset = other * self.sizes[1]
         if self.by_query:
             return [unit._replace(key=offset + unit.key) for unit in units]
         return [unit._replace(query=offset + unit.query) for unit in units]
@@ -338,7 +255,7 @@ class Walk:
         """The units that each tile meets, by the tiles that meet the same; none where those are too
         many, or leave some of a tile out."""
         tiles, others = (
-            pl.cdiv(count, size) for count, size in zip(self._counts, self._sizes, strict=True)
+            pl.cdiv(count, size) for count, size in zip(self.counts, self.sizes, strict=True)
         )
         most = self.most_written // (self.unit_queries * self.unit_keys)
         if not self.is_band or tiles * others > most:  # tiles of some units each
@@ -347,16 +264,16 @@ class Walk:
         for tile in range(tiles):
             units = []
             for other in range(others):
-                firsts = (tile * self._sizes[0], other * self._sizes[1])
+                firsts = (tile * self.sizes[0], other * self.sizes[1])
                 query, key = firsts if self.by_query else firsts[::-1]
                 extents = [
                     min(size, count - at)
-                    for size, count, at in zip(self._sizes, self._counts, firsts, strict=True)
+                    for size, count, at in zip(self.sizes, self.counts, firsts, strict=True)
                 ]
                 distance = self.mask.query_offset + query - key
                 units += self._moved(self._units(distance, *extents), other)
             own = [self._own(unit) for unit in units]
-            if len(units) > most or len(set(own)) < self._sizes[0] // self._own_unit:
+            if len(units) > most or len(set(own)) < self.sizes[0] // self._own_unit:
                 return {}
             walks[tuple(units)].append(tile)
         return {tuple(tiles): self._marked(units) for units, tiles in walks.items()}
@@ -381,8 +298,8 @@ class Walk:
     def _end(self) -> list[tuple[int, list[Unit]]]:
         """The cut tiles after the whole ones, as steps from `tile * own / other`, if all tiles of
         this axis meet them and each of its units ends there; else nothing."""
-        own_size, other_size = self._sizes
-        own_count, other_count = self._counts
+        own_size, other_size = self.sizes
+        own_count, other_count = self.counts
         if not self.is_band or own_count % own_size:
             return []
         ratio, complete = own_size // other_size, other_count // other_size
@@ -400,7 +317,7 @@ class Walk:
 
     def _own_cases(self, tile):
         """The tile that walks, complete or the last: condition, index, tokens, candidates."""
-        size, count = self._sizes[0], self._counts[0]
+        size, count = self.sizes[0], self.counts[0]
         complete, last_size = divmod(count, size)
         if isinstance(tile, int):
             return [(True, tile, min(size, count), [tile])]
@@ -413,7 +330,7 @@ class Walk:
 
     def _is_whole(self, own: int, other: int) -> bool:
         """Whether the band hides nothing where two tiles meet."""
-        firsts = (own * self._sizes[0], other * self._sizes[1])
+        firsts = (own * self.sizes[0], other * self.sizes[1])
         query, key = firsts if self.by_query else firsts[::-1]
         distance = self.mask.query_offset + query - key
         return self._band(distance, self.query_size, self.key_size) == _WHOLE
@@ -423,7 +340,7 @@ class Walk:
 
         Each as its distance from tile `tile * own / other` and (query - key) of their firsts.
         """
-        _, other_size = self._sizes
+        _, other_size = self.sizes
         sign = -1 if self.by_query else 1
         offset = self.mask.query_offset
         edges = [edge for edge in (self.mask.lower, self.mask.upper) if edge is not None]
@@ -507,18 +424,6 @@ def traced_once(function: Callable) -> Callable:
         return of_kind(kind)(unit.query, unit.key, *arrays)
 
     return of_unit
-
-
-def work_spec(work: jax.Array | None, place: Callable) -> pl.BlockSpec | None:
-    """Block spec of `Walk.work`, of which `place` maps grid indices to (batch, which block)."""
-    if work is None:
-        return None
-
-    def index(*grid):
-        batch, block = place(*grid)
-        return batch if len(work) > 1 else 0, block, 0, 0
-
-    return pl.BlockSpec((1, 1, *work.shape[2:]), index, memory_space=pltpu.SMEM)
 
 
 _HIDDEN, _CUT, _WHOLE = range(3)
