@@ -243,9 +243,6 @@ def measure(
             segment_ids=SegmentIds(segments, segments) if shape.documents > 1 else None,
         )
 
-    def forward(query, key, value):
-        return jax.vjp(attend, query, key, value)[0]
-
     def gradients(query, key, value, output_gradient):
         output, vjp = jax.vjp(attend, query, key, value)
         return output, vjp(output_gradient)
@@ -255,8 +252,7 @@ def measure(
     key = array((shape.batch, shape.kv_heads, shape.length, head_size))
     counts = static_counts(documents) if shape.documents > 1 else contextlib.nullcontext()
     call: tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], tuple[str, ...]]
-    # Of a training step: alone, the output would take the query's memory, and XLA copy an argument.
-    call = (forward, [query, key, key], ())
+    call = (attend, [query, key, key], ())
     if step == "backward":
         call = (gradients, [query, key, key, query], ("flash_forward",))
     fn, arrays, leave_out = call

@@ -87,8 +87,8 @@ def test_lists_leave_out_other_documents():
         keys=1024,
     )
     lists = np.asarray(unit_lists.listed(walk, 1024))
-    # Three units of each of four documents: 12 of 128, 4 of them whole, in groups of 8.
-    assert lists[0, :, 0, :2].tolist() == [[0, 2], [0, 2]]
+    # Three units of each of four documents: 12 of 128, 4 of them whole, in groups of 16.
+    assert lists[0, :, 0, :2].tolist() == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("count", [1, 7, 512, 513])

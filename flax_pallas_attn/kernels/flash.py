@@ -19,6 +19,10 @@ from flax_pallas_attn.masking import Mask
 from flax_pallas_attn.residuals import named
 from flax_pallas_attn.sharding import vary_alike
 
+_LEAST_REUSED_BYTES = 64 << 20
+"""Of a query whose memory the output takes. XLA copies a query that is needed later, such as an
+argument of the program: of a small one that costs more than its memory is worth."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Options:
@@ -151,7 +155,7 @@ def _attend(query, key, value, mask, score_options, options: _Options):
     forward = functools.partial(flash_forward, **_as_arguments(options))
     fresh = functools.partial(forward, reuse_query=False)
     arrays = (query, key, value, mask, score_options)
-    if query.shape[-1] != value.shape[-1]:
+    if query.shape[-1] != value.shape[-1] or query.nbytes < _LEAST_REUSED_BYTES:
         return fresh(*arrays)
     # Elsewhere the kernel is interpreted, which gives an output in reused memory the shape of its
     # tiles and not its own (jax 0.12).

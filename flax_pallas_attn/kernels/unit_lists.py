@@ -16,8 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from flax_pallas_attn.kernels.walk import Unit, Walk
 from flax_pallas_attn.masking import tile_flags
 
-MOST_AT_A_TIME = 8
-"""Units of a list that a kernel takes at a time, at most."""
+MOST_AT_A_TIME = 16
+"""Units of a list that a kernel takes at a time, at most; of those of 256 tokens half as many."""
 _MOST_COUNTED = 512
 """Units of a list up to which it is sorted by counting, for which XLA has the faster program."""
 
@@ -74,7 +74,7 @@ def _sorted_places(ranks: jax.Array) -> jax.Array:
 def at_a_time(walk: Walk, chunk: int) -> int:
     """Units of a group: as many as divide those of a tile and a chunk."""
     units = walk.sizes[0] * chunk // (walk.unit_queries * walk.unit_keys)
-    most = max(1, MOST_AT_A_TIME // walk.heads)
+    most = max(1, min(MOST_AT_A_TIME, 2048 // walk.unit) // walk.heads)
     return max(n for n in range(1, most + 1) if units % n == 0)
 
 
