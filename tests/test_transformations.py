@@ -283,10 +283,17 @@ def test_the_kernels_inside_a_callers_shard_map(interpret):
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.parametrize("mask", [None, lambda i, j: i >= j])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_callers_shard_map_compiled_for_tpu(check_vma):
+def test_a_callers_shard_map_compiled_for_tpu(check_vma, mask):
+    """Of a mask that is a rule the units are listed: an array that no device has another of."""
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    mapped = jax.shard_map(step, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
+    mapped = jax.shard_map(
+        functools.partial(step, mask=mask),
+        in_specs=P("data"),
+        out_specs=P("data"),
+        check_vma=check_vma,
+    )
     x = jax.ShapeDtypeStruct((4, 256, 2, 64), jnp.bfloat16)
     program = aot.compile_for_tpu(mapped, x, x, x, mesh=mesh)
     assert sorted(program.kernels) == ["flash_backward", "flash_forward"]
