@@ -144,10 +144,10 @@ def vmem_limit_bytes(estimate: int | None = None) -> int:
     """VMEM that a kernel may use: of the generation compiled for, or of the smallest one.
 
     What a kernel asks for XLA cannot use for what it keeps in VMEM around it: with an `estimate`
-    of the need, no more than a quarter beyond it and room for what the compiler spills.
+    of the need, no more than an eighth beyond it and room for what the compiler spills.
     """
     limit = int(_VMEM_BYTES.get(tpu_kind() or "", _LEAST_VMEM_BYTES) * _USABLE_VMEM)
-    return limit if estimate is None else min(limit, estimate + estimate // 4 + 8 * _MIB)
+    return limit if estimate is None else min(limit, estimate + estimate // 8 + 4 * _MIB)
 
 
 def forward_vmem_bytes(tiles: Tiles, shape: Shape, heads: int = 1) -> int:
