@@ -18,6 +18,6 @@ def test_python_snippets_run():
     assert namespace["output"].shape == (21, 8, 64)
     assert (namespace["program"].kernels, namespace["program"].temporary_bytes) == (
         ("flash_forward",),
-        163808,
+        229280,
     )
     assert namespace["y"].shape == (2, 100, 64)
