@@ -134,7 +134,8 @@ class Shape:
 
 SHAPES = {
     "S=4096": Shape(),
-    "S=512": Shape(length=512, heads=64),
+    "S=512": Shape(length=512),
+    "S=512, 64 heads": Shape(length=512, heads=64),
     "S=1024": Shape(length=1024),
     "S=8192": Shape(length=8192),
     "S=16384": Shape(length=16384),

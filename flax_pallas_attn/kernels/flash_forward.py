@@ -369,7 +369,7 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
 
         @pl.when(chunk == chunks - 1)
         def _():
-            for unit in walk.of_all_heads(walk.all_units(False)):
+            for unit in walk.of_all_heads(walk.all_units()):
                 if unit.key == 0:
                     finish(unit, scratch.maximum[:, own(unit)])
 

@@ -36,6 +36,9 @@ _MXU_SIZES = {"TPU v6 lite": 256, "TPU v6e": 256, "TPU7x": 256}
 class Tiles:
     """Sizes of the flash kernels' tiles, in tokens. Multiples of 128.
 
+    Of a mask that is not only causality and window the units that it leaves are listed, whichever
+    the tiles: `key` and `backward_query` then count as what a chunk is a multiple of.
+
     Attributes:
       query: Queries of a forward grid step.
       key: Keys of a step of the loop within it.

@@ -169,7 +169,7 @@ class Walk:
         own_size, other_size = self.sizes
         tiles = chunk // other_size
         span = self.span(None, tile)
-        usual = self.all_units(False)
+        usual = self.all_units()
         begin(self.of_all_heads(self._moved(usual, _clip(span.start - first, tiles - 1))))
 
         def visit_tile(other, units, expected=usual, following=usual):
@@ -376,7 +376,7 @@ class Walk:
         if not self.by_query:
             queries, keys = keys, queries
         units = []
-        for unit in self.all_units(False):
+        for unit in self.all_units():
             if unit.query >= queries or unit.key >= keys:
                 continue
             size = (self.unit_queries, self.unit_keys)
@@ -388,14 +388,13 @@ class Walk:
                 units.append(unit._replace(is_cut=unit.is_cut or state == _CUT or runs_over))
         return units
 
-    def all_units(self, is_cut: bool) -> list[Unit]:
+    def all_units(self) -> list[Unit]:
         """Units of a tile of one head, in the order in which they are computed."""
         places = itertools.product(
             range(0, self.key_size, self.unit_keys), range(0, self.query_size, self.unit_queries)
         )
         return [
-            Unit(number, 0, query, key, is_cut or self.all_cut)
-            for number, (key, query) in enumerate(places)
+            Unit(number, 0, query, key, self.all_cut) for number, (key, query) in enumerate(places)
         ]
 
 
