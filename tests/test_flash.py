@@ -152,6 +152,56 @@ def test_tiles_of_several_units(name, interpret, monkeypatch):
     conformance.check_case(functools.partial(flash.attend, tiles=tiles), case)
 
 
+WIDE_TILES = Tiles(
+    query=512,
+    key=256,
+    key_chunk=512,
+    backward_key=256,
+    backward_query=256,
+    backward_query_chunk=512,
+)
+
+
+WIDE_MASKS = {
+    "nothing hidden": Mask(),
+    "causal": Mask(lower=0),
+    "rule": Mask(rule=lambda i, j: (i // 90) == (j // 90)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "in_hbm", "dtype"),
+    [
+        ("nothing hidden", 1, False, "float32"),
+        ("causal", 2, False, "float32"),
+        ("causal", 1, False, "bfloat16"),
+        ("rule", 2, True, "float32"),
+        pytest.param("causal", 1, False, "float32", marks=pytest.mark.slow),
+        pytest.param("causal", 2, True, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("rule", 1, False, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("rule", 2, False, "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_heads_as_wide_as_a_matrix_unit(name, heads, in_hbm, dtype, interpret, monkeypatch):
+    """Of them the backward kernel does not turn what it multiplies."""
+    monkeypatch.setattr(tiles_lib, "unit", lambda: 128)
+    monkeypatch.setattr(tiles_lib, "BACKWARD_UNIT", 128)
+    if in_hbm:
+        monkeypatch.setattr(tiles_lib, "key_gradients_fit", lambda tiles, shape: False)
+    case = Case(
+        name=name,
+        batch=1,
+        heads=heads,
+        kv_heads=1,
+        queries=512,
+        keys=512,
+        head_size=128,
+        value_size=128,
+        mask=lambda case, random: WIDE_MASKS[name],
+    )
+    conformance.check_case(functools.partial(flash.attend, tiles=WIDE_TILES), case, dtype)
+
+
 def test_no_races():
     """Two chunks of keys and of queries, whose sums pass from one grid step to the next."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call

@@ -115,8 +115,8 @@ FLASH = [
     Mutation("kernels/flash_forward.py", "walk.key_stop", "walk.query_stop"),
     Mutation("kernels/flash_forward.py", "factor *= shrink", "factor /= shrink", "sinks"),
     Mutation("kernels/flash_backward.py", "(LN_2, 1.0)", "(1.0, 1.0)"),
-    Mutation("kernels/flash_backward.py", "lanes] * scale", "lanes] / scale"),
-    Mutation("kernels/score_tiles.py", "(change - delta)", "(change + delta)"),
+    Mutation("kernels/flash_backward.py", "own] * scale", "own] / scale"),
+    Mutation("kernels/score_tiles.py", "change - delta, 0", "change + delta, 0"),
     Mutation("kernels/score_tiles.py", "self.bias * LOG2_E", "self.bias", "bias"),
     Mutation(
         "kernels/score_tiles.py", "* LOG2_E)\n        scores", ")\n        scores", "soft cap"

@@ -70,6 +70,28 @@ def test_walks_that_are_written_out(by_query):
             assert met == [(64 * n, n == others[0], n == others[-1]) for n in others]
 
 
+@pytest.mark.parametrize("lower", [0, None])
+@pytest.mark.parametrize("by_query", [True, False])
+def test_ends_of_the_other_axis_in_walks_that_are_written_out(by_query, lower):
+    """Of all tiles together, the first and the last unit of each part of the other axis."""
+    sizes = {"unit": 64, "query_size": 256, "key_size": 256, "queries": 512, "keys": 512}
+    walk = Walk(mask=Mask(lower=lower), by_query=by_query, heads=2, most_written=512**2, **sizes)
+    visited = []
+    for tile in range(2):
+        walk.visit(tile, 0, 512, None, lambda units, *_: visited.extend(units))
+    # Without a mask all tiles meet the same units, which are written out once for all.
+    assert walk.is_known_across == (lower == 0)
+    for head, other in np.ndindex(2, 8):
+        flags = [
+            (unit.is_first_across, unit.is_last_across)
+            for unit in visited
+            if (unit.head, unit.key if by_query else unit.query) == (head, other * 64)
+        ]
+        places = range(len(flags))
+        known = walk.is_known_across
+        assert flags == [(known and n == 0, known and n == places[-1]) for n in places]
+
+
 def test_walks_that_are_not_written_out():
     sizes = {"by_query": True, "unit": 64, "query_size": 256, "key_size": 256}
     causal = Walk(mask=Mask(lower=0), queries=512, keys=512, most_written=26 * 64**2, **sizes)

@@ -20,7 +20,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flax_pallas_attn.kernels import tiles as tiles_lib
 from flax_pallas_attn.kernels import unit_lists
-from flax_pallas_attn.kernels.online_softmax import LN_2, LOG2_E, dot, finite_columns
+from flax_pallas_attn.kernels.online_softmax import (
+    LN_2,
+    LOG2_E,
+    Stand,
+    dot,
+    finite_columns,
+)
 from flax_pallas_attn.kernels.score_tiles import (
     ScoreInputs,
     ScoreOptions,
@@ -29,12 +35,21 @@ from flax_pallas_attn.kernels.score_tiles import (
     score_inputs,
     score_specs,
 )
-from flax_pallas_attn.kernels.tiles import Tiles
-from flax_pallas_attn.kernels.walk import Unit, Walk, most_written, traced_once
+from flax_pallas_attn.kernels.tiles import LANES, Tiles
+from flax_pallas_attn.kernels.units import Unit, traced_once
+from flax_pallas_attn.kernels.walk import Walk, most_written
 from flax_pallas_attn.masking import Mask
 
-LOOK_AHEAD = 2
-"""Units between the first two products of a unit and what is made of them."""
+KEY_FACTORS = (LN_2, 1.0)
+"""On sums of key and value: the query carries scale * log2(e), the key's gradient wants scale."""
+
+
+def _look_ahead(head_dim: int) -> int:
+    """Units between the first two products of a unit and what is made of them.
+
+    The best by simulation (benchmarks/LOG.md).
+    """
+    return 2 if head_dim <= LANES else 3
 
 
 class _Inputs(NamedTuple):
@@ -55,12 +70,12 @@ class _Gradients(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    query: Any  # [H, query heads * query chunk], scaled
-    output_gradient: Any  # [Hv, query heads * query chunk]
+    query: Any  # [query heads * query chunk, H], scaled
+    output_gradient: Any  # [query heads * query chunk, Hv]
     query_gradient: Any  # [H, query heads * query chunk]
     key: Any  # [H, key heads * key tile]
-    key_gradient: Any  # [slots, H, key heads * key tile]
-    value_gradient: Any  # [slots, Hv, key heads * key tile]
+    key_gradient: Any  # [slots, key heads * key tile, H]
+    value_gradient: Any  # [slots, key heads * key tile, Hv]
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "precision", "tiles"), inline=True)
@@ -120,8 +135,10 @@ def flash_backward(
         keys=keys,
         all_cut=options.bias is not None,
         heads=step_heads,
-        most_written=most_written(head_dim, value_dim) if chunks == 1 else 0,
+        # The sums of larger heads do not stand in registers anyway.
+        most_written=most_written(min(head_dim + value_dim, 2 * LANES)) if chunks == 1 else 0,
     )
+    stand = Stand(is_turned=head_dim % tiles_lib.unit() > 0 or value_dim % tiles_lib.unit() > 0)
     lists = unit_lists.listed(dataclasses.replace(walk, mask=mask), chunk)
 
     def index(b, n, g, c, j):
@@ -169,7 +186,7 @@ def flash_backward(
     if sums_in_hbm:
         key_specs = [pl.BlockSpec(memory_space=pl.ANY)] * 2
         key_shapes = [
-            like((batch, kv_heads, dim, key_tiles * key_size), jnp.float32)
+            like((batch, kv_heads, *stand(key_tiles * key_size, dim)), jnp.float32)
             for dim in (head_dim, value_dim)
         ]
     else:
@@ -183,11 +200,13 @@ def flash_backward(
         functools.partial(
             _kernel,
             walk=walk,
+            stand=stand,
             options=jax.tree.map(jax.typeof, options),
             scale=scale,
             precision=precision,
             tiles=tiles,
             sums_in_hbm=sums_in_hbm,
+            is_alone=group * chunks == 1,
         ),
         out_shape=_Gradients(like(query.shape, query.dtype), *key_shapes),
         grid_spec=pl.GridSpec(
@@ -196,12 +215,14 @@ def flash_backward(
             out_specs=_Gradients(in_specs.query, *key_specs),
             scratch_shapes=[
                 _Scratch(
-                    pltpu.VMEM((head_dim, step_heads * chunk), query.dtype),
-                    pltpu.VMEM((value_dim, step_heads * chunk), query.dtype),
+                    pltpu.VMEM(stand(step_heads * chunk, head_dim), query.dtype),
+                    pltpu.VMEM(stand(step_heads * chunk, value_dim), query.dtype),
                     pltpu.VMEM((head_dim, step_heads * chunk), jnp.float32),
                     pltpu.VMEM((head_dim, step_kv_heads * key_size), key.dtype),
-                    pltpu.VMEM((slots, head_dim, step_kv_heads * key_size), jnp.float32),
-                    pltpu.VMEM((slots, value_dim, step_kv_heads * key_size), jnp.float32),
+                    *(
+                        pltpu.VMEM((slots, *stand(step_kv_heads * key_size, dim)), jnp.float32)
+                        for dim in (head_dim, value_dim)
+                    ),
                 )
             ],
         ),
@@ -213,9 +234,10 @@ def flash_backward(
         name="flash_backward",
     )(inputs)
     if sums_in_hbm:
+        sums = [x.mT if stand.is_turned else x for x in (gradients.key, gradients.value)]
         gradients = gradients._replace(
-            key=gradients.key[..., :keys].mT.astype(key.dtype),
-            value=gradients.value[..., :keys].mT.astype(value.dtype),
+            key=sums[0][..., :keys, :].astype(key.dtype),
+            value=sums[1][..., :keys, :].astype(value.dtype),
         )
     return tuple(gradients)
 
@@ -223,20 +245,24 @@ def flash_backward(
 def _kernel(
     *refs,
     walk: Walk,
+    stand: Stand,
     options: ScoreOptions,
     scale: float,
     precision,
     tiles: Tiles,
     sums_in_hbm: bool,
+    is_alone: bool,
 ):
     inputs, query_ref, key_ref, value_ref, scratch = refs
     gradients = _Gradients(query_ref, key_ref, value_ref)
-    batch_index, kv_head, member, chunk, key_tile = (pl.program_id(i) for i in range(5))
+    batch_index, kv_index, member, chunk, key_tile = (pl.program_id(i) for i in range(5))
     members, chunks, key_tiles = (pl.num_programs(i) for i in range(2, 5))
     size, key_size = tiles.backward_query, tiles.backward_key
     chunk_size = tiles.backward_query_chunk
     chunk_tiles = chunk_size // size
     kv_heads = inputs.key.shape[1]
+    # Whether a grid step is all that its keys' gradients sum up over, from a known unit on.
+    keys_are_known = walk.is_known and not sums_in_hbm and is_alone
     is_first = (member == 0) & (chunk == 0)
     is_last = (member == members - 1) & (chunk == chunks - 1)
     slot = key_tile if scratch.key_gradient.shape[0] > 1 else 0
@@ -246,25 +272,55 @@ def _kernel(
     )
 
     def hbm_tile(ref):
-        return ref.at[batch_index, kv_head, :, pl.ds(key_tile * key_size, key_size)]
+        tokens = pl.ds(key_tile * key_size, key_size)
+        return ref.at[batch_index, kv_index, *stand(tokens, slice(None))]
 
-    @pl.when(key_tile == 0)
-    def _():
+    def put(ref, tokens, x):
+        """What is not finite must not meet the zeros of hidden pairs."""
+        x = stand.turn(x)
+        ref[stand(tokens, slice(None))] = stand.finite(x) if walk.may_cut else x
+
+    def begin_queries(head, part, own):
+        scaled = inputs.query[0, head, part, :].astype(jnp.float32) * (scale * LOG2_E)
+        put(scratch.query, own, scaled.astype(scratch.query.dtype))
+        put(scratch.output_gradient, own, inputs.output_gradient[0, head, part, :])
+
+    def end_queries(head, part, own):
+        gradient = scratch.query_gradient[:, own] * scale
+        gradients.query[0, head, part, :] = gradient.astype(gradients.query.dtype).T
+
+    def begin_keys(head, part, own):
+        scratch.key[:, own] = finite_columns(inputs.key[0, head, part, :].T)[0]
+
+    def end_keys(head, part, own):
+        for (sum_ref, out_ref), factor in zip(sums, KEY_FACTORS, strict=True):
+            gradient = sum_ref[stand(own, slice(None))] * factor
+            out_ref[0, head, part, :] = stand.turn(gradient.astype(out_ref.dtype))
+
+    def of_all_queries(function):
         for head in range(walk.heads):
 
             @pl.loop(0, chunk_tiles)
             def _(tile, head=head):
-                part, lanes = pl.ds(tile * size, size), pl.ds(head * chunk_size + tile * size, size)
-                scaled = inputs.query[0, head, part, :].astype(jnp.float32) * (scale * LOG2_E)
-                scratch.query[:, lanes] = scaled.astype(scratch.query.dtype).T
-                scratch.output_gradient[:, lanes] = inputs.output_gradient[0, head, part, :].T
+                function(head, _tile(tile, size), pl.ds(head * chunk_size + tile * size, size))
 
-        scratch.query_gradient[...] = jnp.zeros_like(scratch.query_gradient)
+    if not walk.is_known_across:
 
-    @pl.when(is_first)
-    def _():
-        for sum_ref, _ in sums:
-            sum_ref[...] = jnp.zeros_like(sum_ref)
+        @pl.when(key_tile == 0)
+        def _():
+            of_all_queries(begin_queries)
+            scratch.query_gradient[...] = jnp.zeros_like(scratch.query_gradient)
+
+    if not walk.is_known:
+        for head in range(kv_heads):
+            begin_keys(head, _tile(0, key_size), _tile(head, key_size))
+
+    if not keys_are_known:
+
+        @pl.when(is_first)
+        def _():
+            for sum_ref, _ in sums:
+                sum_ref[...] = jnp.zeros_like(sum_ref)
 
     if sums_in_hbm:
 
@@ -273,40 +329,60 @@ def _kernel(
             for sum_ref, hbm_ref in sums:
                 pltpu.sync_copy(hbm_tile(hbm_ref), sum_ref)
 
-    for head in range(kv_heads):
-        scratch.key[:, _tile(head, key_size)] = finite_columns(inputs.key[0, head].T)[0]
     width, step = walk.unit_queries, walk.unit_keys
+    ahead_by = _look_ahead(inputs.query.shape[3])
+
+    def kv_head(unit: Unit) -> int:
+        return unit.head * kv_heads // walk.heads
 
     def places(unit: Unit):
         """Where a unit's queries and keys are in scratch memory."""
-        kv_head = unit.head * kv_heads // walk.heads
         return (
             pl.ds(unit.head * chunk_size + unit.query, width),
-            pl.ds(kv_head * key_size + unit.key, step),
+            pl.ds(kv_head(unit) * key_size + unit.key, step),
         )
 
     def operands(unit: Unit):
         """Keys, values, queries and output gradients of a unit."""
-        kv_head, keys = unit.head * kv_heads // walk.heads, pl.ds(unit.key, step)
+        keys = pl.ds(unit.key, step)
         queries, _ = places(unit)
         return (
-            inputs.key[0, kv_head, keys, :],
-            inputs.value[0, kv_head, keys, :],
-            scratch.query[:, queries],
-            scratch.output_gradient[:, queries],
+            inputs.key[0, kv_head(unit), keys, :],
+            inputs.value[0, kv_head(unit), keys, :],
+            scratch.query[stand(queries, slice(None))],
+            scratch.output_gradient[stand(queries, slice(None))],
         )
 
     @traced_once
     def products(unit: Unit):
         key, value, query, output_gradient = operands(unit)
-        return dot(key, query, (1, 0), precision), dot(value, output_gradient, (1, 0), precision)
+        return (
+            stand.with_queries(key, query, precision),
+            stand.with_queries(value, output_gradient, precision),
+        )
 
     def visit(units: list[Unit], *_):
-        ahead = [products(unit) for unit in units[:LOOK_AHEAD]]
+        ahead = []
+
+        def look_ahead(unit):
+            queries, keys = places(unit)
+            if unit.is_first_across:
+                begin_queries(unit.head, pl.ds(unit.query, width), queries)
+            if unit.is_first:
+                begin_keys(kv_head(unit), pl.ds(unit.key, step), keys)
+            ahead.append(products(unit))
+
+        for unit in units[:ahead_by]:
+            look_ahead(unit)
         for i, unit in enumerate(units):
-            if i + LOOK_AHEAD < len(units):
-                ahead.append(products(units[i + LOOK_AHEAD]))
+            if i + ahead_by < len(units):
+                look_ahead(units[i + ahead_by])
             visit_unit(unit, *ahead.pop(0))
+            queries, keys = places(unit)
+            if unit.is_last and keys_are_known:
+                end_keys(kv_head(unit), pl.ds(unit.key, step), keys)
+            if unit.is_last_across:
+                end_queries(unit.head, pl.ds(unit.query, width), queries)
 
     @traced_once
     def visit_unit(unit: Unit, unit_products, change):
@@ -328,16 +404,20 @@ def _kernel(
         probabilities, _, score_gradient = score_tile.gradients(
             unit_products, change, logsumexp, delta, is_cut=unit.is_cut
         )
-        if unit.is_cut:
-            query, output_gradient = (finite_columns(x)[0] for x in (query, output_gradient))
         probabilities = probabilities.astype(value.dtype)
         score_gradient = score_gradient.astype(key.dtype)
         (key_sum, _), (value_sum, _) = sums
-        value_sum[:, keys] += dot(output_gradient, probabilities, (1, 1), precision)
-        key_sum[:, keys] += dot(query, score_gradient, (1, 1), precision)
-        scratch.query_gradient[:, queries] += dot(
-            scratch.key[:, keys], score_gradient, (1, 0), precision
-        )
+        of_keys, of_queries = stand(keys, slice(None)), (slice(None), queries)
+        is_first = unit.is_first and keys_are_known
+
+        def add(ref, place, is_first, x):
+            ref[place] = x if is_first else ref[place] + x
+
+        of_value = stand.sum_of_keys(probabilities, output_gradient, precision)
+        add(value_sum, of_keys, is_first, of_value)
+        add(key_sum, of_keys, is_first, stand.sum_of_keys(score_gradient, query, precision))
+        of_query = dot(scratch.key[:, keys], score_gradient, (1, 0), precision)
+        add(scratch.query_gradient, of_queries, unit.is_first_across, of_query)
 
     key_tile_index = key_tile if walk.keys > key_size else 0
     if inputs.units is None:
@@ -346,35 +426,28 @@ def _kernel(
     else:
         unit_lists.visit(walk, key_tile_index, chunk_size, lambda units: None, visit, inputs.units)
 
-    @pl.when(key_tile == key_tiles - 1)
-    def _():
-        for head in range(walk.heads):
+    if not walk.is_known_across:
+        pl.when(key_tile == key_tiles - 1)(lambda: of_all_queries(end_queries))
 
-            @pl.loop(0, chunk_tiles)
-            def _(tile, head=head):
-                part, lanes = pl.ds(tile * size, size), pl.ds(head * chunk_size + tile * size, size)
-                gradient = scratch.query_gradient[:, lanes] * scale
-                gradients.query[0, head, part, :] = gradient.astype(gradients.query.dtype).T
+    if sums_in_hbm:
+        for (sum_ref, hbm_ref), factor in zip(sums, KEY_FACTORS, strict=True):
 
-    # The query in the sum carried scale * log2(e): the key's gradient wants scale alone.
-    for (sum_ref, out_ref), factor in zip(sums, (LN_2, 1.0), strict=True):
+            @pl.when(is_last)
+            def _(sum_ref=sum_ref, factor=factor):
+                sum_ref[...] *= factor
+
+            pltpu.sync_copy(sum_ref, hbm_tile(hbm_ref))
+    elif not keys_are_known:
 
         @pl.when(is_last)
-        def _(sum_ref=sum_ref, out_ref=out_ref, factor=factor):
-            if sums_in_hbm:
-                sum_ref[...] *= factor
-            else:
-                for head in range(kv_heads):
-                    part = sum_ref[:, _tile(head, key_size)] * factor
-                    out_ref[0, head] = part.astype(out_ref.dtype).T
-
-        if sums_in_hbm:
-            pltpu.sync_copy(sum_ref, hbm_tile(out_ref))
+        def _():
+            for head in range(kv_heads):
+                end_keys(head, _tile(0, key_size), _tile(head, key_size))
 
 
-def _tile(head: int, size: int) -> pl.Slice:
-    """Of scratch memory in which heads stand side by side."""
-    return pl.ds(head * size, size)
+def _tile(number, size: int) -> pl.Slice:
+    """A tile, or a head's part of scratch memory in which heads stand side by side."""
+    return pl.ds(number * size, size)
 
 
 def _cost(query, key, value, walk: Walk, tiles: Tiles, sums_in_hbm: bool) -> pl.CostEstimate:

@@ -39,7 +39,8 @@ from flax_pallas_attn.kernels.score_tiles import (
     score_specs,
 )
 from flax_pallas_attn.kernels.tiles import LANES, Tiles, pad_to
-from flax_pallas_attn.kernels.walk import Unit, Walk, most_written, traced_once
+from flax_pallas_attn.kernels.units import Unit, traced_once
+from flax_pallas_attn.kernels.walk import Walk, most_written
 from flax_pallas_attn.masking import Mask
 
 
@@ -120,7 +121,7 @@ def flash_forward(
         **_lengths(mask, queries, keys, tiles),
         all_cut=options.bias is not None,
         heads=step_heads,
-        most_written=most_written(head_dim, value_dim) if chunks == 1 else 0,
+        most_written=most_written(head_dim + value_dim) if chunks == 1 else 0,
     )
     data_walk = dataclasses.replace(walk, mask=mask)
     spans = data_walk.spans() if chunks > 1 else None
@@ -242,12 +243,21 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
         """Where the unit's queries are in scratch memory."""
         return pl.ds(unit.head * tiles.query + unit.query, width)
 
-    for head in range(walk.heads):
-        scaled = inputs.query[0, head].astype(jnp.float32) * (scale * LOG2_E)
-        scratch.query[pl.ds(head * tiles.query, tiles.query), :] = scaled.astype(dtype)
+    def put_query(head, part, own):
+        scaled = inputs.query[0, head, part, :].astype(jnp.float32) * (scale * LOG2_E)
+        scratch.query[own, :] = scaled.astype(dtype)
+
+    if not walk.is_known:
+        for head in range(walk.heads):
+            put_query(head, slice(None), pl.ds(head * tiles.query, tiles.query))
+
+    def product(unit: Unit):
+        if unit.is_first:
+            put_query(unit.head, pl.ds(unit.query, width), own(unit))
+        return of_scaled(unit)
 
     @traced_once
-    def product(unit: Unit):
+    def of_scaled(unit: Unit):
         keys = inputs.key[0, kv_head(unit), pl.ds(unit.key, step), :]
         return dot(keys, scratch.query[own(unit), :], (1, 1), precision)
 

@@ -5,6 +5,7 @@ sum of a softmax row are elementwise operations between registers, and what belo
 one lane of a `[1, queries]` row. They are in base 2: the factor log2(e) is folded into the query.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -68,6 +69,42 @@ def finite_columns(x) -> tuple[jax.Array, jax.Array]:
         signs = signs[:half] | signs[half:]
     is_bad = (signs & sign) != 0
     return pltpu.bitcast(jnp.where(is_bad, 0, bits), x.dtype)[:rows].astype(dtype), is_bad
+
+
+@dataclasses.dataclass(frozen=True)
+class Stand:
+    """How arrays of a token's heads stand: tokens first, or turned to have them last.
+
+    Turned, products stream the rows of a head instead of those of tokens. Where a head is as wide
+    as the matrix unit that saves nothing, and turning costs.
+
+    Attributes:
+      is_turned: Whether tokens come last.
+    """
+
+    is_turned: bool
+
+    def __call__(self, tokens, dim):
+        """A shape, or an index."""
+        return (dim, tokens) if self.is_turned else (tokens, dim)
+
+    def turn(self, x: jax.Array) -> jax.Array:
+        """Of `[tokens, dim]`, or back to it."""
+        return x.T if self.is_turned else x
+
+    def finite(self, x: jax.Array) -> jax.Array:
+        """What stands so with zeros for what is not finite, or for all of a token that has any."""
+        return finite_columns(x)[0] if self.is_turned else finite(x)
+
+    def with_queries(self, keys: jax.Array, queries: jax.Array, precision) -> jax.Array:
+        """`[keys, queries]`, of `[keys, dim]` and what stands so of queries."""
+        return dot(keys, queries, (1, 0 if self.is_turned else 1), precision)
+
+    def sum_of_keys(self, pairs: jax.Array, queries: jax.Array, precision) -> jax.Array:
+        """What stands so of keys, of `[keys, queries]` and what stands so of queries."""
+        if self.is_turned:
+            return dot(queries, pairs, (1, 1), precision)
+        return dot(pairs, queries, (1, 0), precision)
 
 
 @functools.partial(jax.jit, inline=True)

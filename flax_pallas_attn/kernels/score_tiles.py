@@ -343,19 +343,20 @@ class ScoreTile:
           Probabilities after dropout, gradient of the scores, gradient of the scaled products.
         """
         scores, capped = self.scores(products)
-        probabilities = jnp.exp2(scores - logsumexp)
+        # Hidden pairs are put out before the last operation, whatever stands in them: the compiler
+        # takes a select just before a product into it, and its simulator fails on that.
+        hide = self.where_visible if is_cut else lambda x, _: x
+        probabilities = jnp.exp2(hide(scores - logsumexp, -jnp.inf))
         kept, change = self.dropped(probabilities, change)
         if self.refs.dropout_rows is not None:
             rescale = 1 / (1 - self.options.dropout_rate)
             kept, change = kept * rescale, change * rescale
-        score_gradient = probabilities * (change - delta)
+        score_gradient = probabilities * hide(change - delta, 0.0)
         product_gradient = score_gradient
         if self.options.soft_cap is not None:
-            product_gradient *= 1 - jnp.square(capped / (self.options.soft_cap * LOG2_E))
-        results = (kept, score_gradient, product_gradient)
-        if is_cut:
-            results = tuple(self.where_visible(x, 0.0) for x in results)
-        return results
+            slope = 1 - jnp.square(capped / (self.options.soft_cap * LOG2_E))
+            product_gradient *= hide(slope, 0.0)
+        return kept, score_gradient, product_gradient
 
 
 def _part(axis: TileAxis, size: int):

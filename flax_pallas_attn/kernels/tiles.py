@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 
+from flax_pallas_attn.kernels import tile_table
 from flax_pallas_attn.masking import Mask
 
 LANES = 128
@@ -27,6 +29,22 @@ _VMEM_BYTES = {
 _LEAST_VMEM_BYTES = min(_VMEM_BYTES.values())
 # What the compiler keeps for itself, and what an estimate may be off by.
 _USABLE_VMEM = 0.85
+
+# Whose entries in `tile_table` a generation takes. libtpu does not simulate v4, the most like v5p;
+# where none is known the kernels are as on v6e.
+_TUNED_AS = {
+    None: "v6e",
+    "TPU v4": "v5p",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+}
+_MOST_RAGGED = 1024
+"""Tokens of a tile that may run over the end."""
 
 # Of the generations whose matrix units are not 128 wide (`pltpu.get_tpu_info`, jax 0.12).
 _MXU_SIZES = {"TPU v6 lite": 256, "TPU v6e": 256, "TPU7x": 256}
@@ -276,75 +294,95 @@ def check_fit(tiles: Tiles, kernel: str, need_bytes: int) -> None:
 def default_tiles(shape: Shape) -> Tiles:
     """Tiles that fit the generation compiled for.
 
-    The sizes tried first are the fastest by simulation at head size 128 (benchmarks/LOG.md); a
-    chunk is all that there is or as much as fits.
+    Of the sizes in `tile_table` and halves of them, the first that fit; a chunk is all that there
+    is or as much as fits.
 
     Raises:
       NotImplementedError: None fit: the head size is too large. The text is a reason, to be joined
         with others.
     """
-    sizes = [512, 256, 128]
-    if shape.itemsize <= 2 and shape.is_band:
-        # Large tiles are for the scheduler, which sees all units of a tile at once, and cost time
-        # to compile, twice where the last tile runs over the end. A float32 product takes six
-        # passes and keeps the scheduler busy as it is.
-        sizes = [1024, *sizes]
-        if all(pad_to(size, unit()) % 2048 == 0 for size in (shape.queries, shape.keys)):
-            sizes = [2048, *sizes]
-    elif not (shape.is_band or shape.pair_bytes):
-        # Units that are listed do not cost more to compile the more there are.
-        sizes = [4096, 2048, 1024, *sizes]
-
-    def candidate(own: str, other: str, own_tokens: int, other_tokens: int, size: int, unit: int):
-        own_size = min(size, _whole_units(own_tokens, unit))
-        other_size = min(size, _whole_units(other_tokens, unit))
-        # A band is known unit by unit where the tiles of the axis that walks hold whole others. Of
-        # a list's tiles only their units count.
-        other_size = math.gcd(own_size, other_size) if shape.is_band else min(other_size, 512)
-        return _Candidate(
-            f"{other}_chunk", other_size, other_tokens, {own: own_size, other: other_size}
-        )
-
-    forward = [candidate("query", "key", shape.queries, shape.keys, size, unit()) for size in sizes]
-    # Of larger heads a tile of 2048 takes minutes to compile.
-    most = 2048 if shape.head_dim + shape.value_dim <= 2 * LANES else 1024
-    backward = [
-        candidate("backward_key", "backward_query", shape.keys, shape.queries, size, BACKWARD_UNIT)
-        for size in sizes
-        if size <= most or not shape.is_band
-    ]
-    chosen = {}
-    for candidates, vmem_bytes in (
-        (forward, forward_vmem_bytes),
-        (backward, functools.partial(backward_vmem_bytes, keys_in_vmem=0)),
-    ):
-        chosen |= _first_that_fits(candidates, vmem_bytes, shape)
-    return Tiles(**chosen)
+    forward = _fitting(
+        ("query", "key", "key_chunk"),
+        _pairs(tile_table.FORWARD, shape),
+        (shape.queries, shape.keys),
+        unit(),
+        forward_vmem_bytes,
+        shape,
+    )
+    backward = _fitting(
+        ("backward_key", "backward_query", "backward_query_chunk"),
+        _pairs(tile_table.BACKWARD, shape),
+        (shape.keys, shape.queries),
+        BACKWARD_UNIT,
+        functools.partial(backward_vmem_bytes, keys_in_vmem=0),
+        shape,
+    )
+    return Tiles(**forward, **backward)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Candidate:
-    chunk: str  # name of the field
-    step: int  # of which the chunk is a multiple
-    tokens: int  # that the chunk is cut from
-    sizes: dict[str, int]
+def _pairs(table: tile_table.Table, shape: Shape) -> list[tuple[int, int]]:
+    """Sizes to try, of the axis that walks and of the other: the fastest by simulation first."""
+    if shape.is_band:
+        own, other = _tuned(table, shape)
+    else:
+        # Units that are listed cost no more to compile the larger the tile is that they are in.
+        own, other = 512 if shape.pair_bytes else 4096, 512
+    sizes = [own >> n for n in range(own.bit_length()) if own >> n >= LANES]
+    if shape.is_band and any(pad_to(n, unit()) % own for n in (shape.queries, shape.keys)):
+        # A tile that runs over the end is written out once more: twice the time to compile.
+        sizes = [size for size in sizes if size <= _MOST_RAGGED] or sizes[-1:]
+    return [(size, min(size, other)) for size in sizes]
 
 
-def _first_that_fits(candidates: list[_Candidate], vmem_bytes, shape: Shape) -> dict[str, int]:
-    """Sizes of the first candidate that fits, with its largest chunk.
+def _tuned(table: tile_table.Table, shape: Shape) -> tuple[int, int]:
+    """Entry of this generation, dtype, and the next head size and length, or the largest."""
+    generation = _TUNED_AS.get(tpu_kind(), _TUNED_AS[None])
+    dtype = "bfloat16" if shape.itemsize <= 2 else "float32"
+    head_size, length = max(shape.head_dim, shape.value_dim), max(shape.queries, shape.keys)
 
-    A chunk is all that there is or at least 4 steps, but for the last candidate.
+    def distance(key):
+        sizes = zip(key[2:], (head_size, length), strict=True)
+        return [(entry < asked, abs(entry - asked)) for entry, asked in sizes]
+
+    return table[min((key for key in table if key[:2] == (generation, dtype)), key=distance)]
+
+
+def _fitting(
+    names: tuple[str, str, str],
+    pairs: list[tuple[int, int]],
+    tokens: tuple[int, int],
+    unit: int,
+    vmem_bytes: Callable[[Tiles, Shape], int],
+    shape: Shape,
+) -> dict[str, int]:
+    """Sizes of the first pair that fits, with its largest chunk.
+
+    A chunk is all that there is or at least 4 tiles, but for the last pair.
+
+    Args:
+      names: Fields of `Tiles`: of the axis that walks, of the other, and of the other's chunk.
+      pairs: Sizes of both to try.
+      tokens: There are of both.
+      unit: Of the kernel.
+      vmem_bytes: That it needs.
+      shape: What it sees.
     """
     smallest = {field.name: LANES for field in dataclasses.fields(Tiles)}
     limit = vmem_limit_bytes()
-    for candidate in candidates:
-        chunk = pad_to(candidate.tokens, candidate.step)
-        least = candidate.step if candidate is candidates[-1] else min(chunk, 4 * candidate.step)
+    for pair in pairs:
+        own, other = (
+            min(size, _whole_units(n, unit)) for size, n in zip(pair, tokens, strict=True)
+        )
+        if shape.is_band:
+            # What a band does to each unit is known where a tile that walks holds whole others.
+            other = math.gcd(own, other)
+        chunk = pad_to(tokens[1], other)
+        least = other if pair is pairs[-1] else min(chunk, 4 * other)
         while chunk >= least:
-            sizes = candidate.sizes | {candidate.chunk: chunk}
-            if vmem_bytes(Tiles(**(smallest | sizes)), shape) <= limit:
+            sizes = dict(zip(names, (own, other, chunk), strict=True))
+            if vmem_bytes(Tiles(**smallest | sizes), shape) <= limit:
                 return sizes
-            chunk = pad_to(chunk // 2, candidate.step) if chunk > candidate.step else 0
+            chunk = pad_to(chunk // 2, other) if chunk > other else 0
     raise NotImplementedError(
         f"no tiles fit {limit} bytes of VMEM at head size {shape.head_dim} and value head size "
         f"{shape.value_dim} in {8 * shape.itemsize} bits"

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flax_pallas_attn.kernels.walk import Unit, Walk
+from flax_pallas_attn.kernels.units import Unit
+from flax_pallas_attn.kernels.walk import Walk
 from flax_pallas_attn.masking import tile_flags
 
 MOST_AT_A_TIME = 16

@@ -13,36 +13,14 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from flax_pallas_attn.kernels.tiles import pad_to
+from flax_pallas_attn.kernels.units import Unit
 from flax_pallas_attn.masking import Mask, Span, tile_spans
-
-
-class Unit(NamedTuple):
-    """A part of a tile.
-
-    Attributes:
-      number: Which of the units that may be computed at a time.
-      head: Of the query heads that are at hand.
-      query: Of its first query: in the tile, or among those at hand if queries walk by.
-      key: Of its first key; likewise.
-      is_cut: Whether the mask hides a part of it.
-      is_first: Whether it is known to be the first that its queries (or keys, if they walk) meet.
-      is_last: Whether it is known to be the last.
-    """
-
-    number: int
-    head: int
-    query: Any  # an int, or int32 where it is traced
-    key: Any
-    is_cut: bool
-    is_first: bool = False
-    is_last: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +77,12 @@ class Walk:
         """Whether what the mask does to a unit follows from its place alone."""
         own, other = self.sizes
         return self.mask.is_band and own % other == 0
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether the mask, or an end, may hide a part of a unit."""
+        mask, stops = self.mask, (self.query_stop, self.key_stop)
+        return self.all_cut or not self.is_band or (mask.lower, mask.upper, *stops) != (None,) * 4
 
     @property
     def scores(self) -> int:
@@ -245,6 +229,11 @@ class Walk:
         return bool(self._known_walks)
 
     @property
+    def is_known_across(self) -> bool:
+        """Whether of the other axis' tokens too the first and the last units are known."""
+        return any(unit.is_first_across for units in self._known_walks.values() for unit in units)
+
+    @property
     def has_known_end(self) -> bool:
         """Whether all walks end with units that are known to be the last, where all of the other
         axis is at hand."""
@@ -276,24 +265,42 @@ class Walk:
             if len(units) > most or len(set(own)) < self.sizes[0] // self._own_unit:
                 return {}
             walks[tuple(units)].append(tile)
-        return {tuple(tiles): self._marked(units) for units, tiles in walks.items()}
+        marked = [self._marked(units) for units in walks]
+        across = [self._other(unit) for units in marked for unit in units]
+        if len(walks) == tiles and len(set(across)) * self._other_unit >= self.counts[1]:
+            firsts, lasts = _firsts(across), _firsts(across[::-1])[::-1]
+            flags = iter(zip(firsts, lasts, strict=True))
+            marked = [
+                [
+                    unit._replace(is_first_across=is_first, is_last_across=is_last)
+                    for unit, (is_first, is_last) in zip(units, flags, strict=False)
+                ]
+                for units in marked
+            ]
+        return {tuple(tiles): units for tiles, units in zip(walks.values(), marked, strict=True)}
 
     def _marked(self, units: Sequence[Unit]) -> list[Unit]:
         """With which are the first and the last of their queries, or keys."""
         own = [self._own(unit) for unit in units]
+        flags = zip(_firsts(own), _firsts(own[::-1])[::-1], strict=True)
         return [
-            unit._replace(
-                number=i, is_first=own[i] not in own[:i], is_last=own[i] not in own[i + 1 :]
-            )
-            for i, unit in enumerate(units)
+            unit._replace(number=i, is_first=is_first, is_last=is_last)
+            for i, (unit, (is_first, is_last)) in enumerate(zip(units, flags, strict=True))
         ]
 
     def _own(self, unit: Unit) -> int:
         return unit.query if self.by_query else unit.key
 
+    def _other(self, unit: Unit) -> int:
+        return unit.key if self.by_query else unit.query
+
     @property
     def _own_unit(self) -> int:
         return self.unit_queries if self.by_query else self.unit_keys
+
+    @property
+    def _other_unit(self) -> int:
+        return self.unit_keys if self.by_query else self.unit_queries
 
     def _end(self) -> list[tuple[int, list[Unit]]]:
         """The cut tiles after the whole ones, as steps from `tile * own / other`, if all tiles of
@@ -398,34 +405,24 @@ class Walk:
         ]
 
 
-def most_written(head_dim: int, value_dim: int) -> int:
+def most_written(width: int) -> int:
     """Scores of a walk up to which it is written out without a loop.
 
     Beyond, the compiler moves more out of the registers than the ends of a loop cost
     (benchmarks/LOG.md).
+
+    Args:
+      width: Of heads and values, together.
     """
-    return 100 * 256**2 * 256 // (head_dim + value_dim)
-
-
-def traced_once(function: Callable) -> Callable:
-    """`function(unit, *arrays)`, which jax traces once for units that differ in place alone."""
-
-    @functools.cache
-    def of_kind(kind: Unit):
-        def at_place(query, key, *arrays):
-            return function(kind._replace(query=query, key=key), *arrays)
-
-        return jax.jit(at_place, inline=True)
-
-    @functools.wraps(function)
-    def of_unit(unit: Unit, *arrays):
-        kind = unit._replace(number=0, query=0, key=0, is_last=False)
-        return of_kind(kind)(unit.query, unit.key, *arrays)
-
-    return of_unit
+    return 100 * 256**2 * 256 // width
 
 
 _HIDDEN, _CUT, _WHOLE = range(3)
+
+
+def _firsts(places: Sequence[int]) -> list[bool]:
+    """Which are not among those before them."""
+    return [place not in places[:i] for i, place in enumerate(places)]
 
 
 def _when(condition):
