@@ -10,8 +10,8 @@ and its simulator fails; the result file says how.
 `--peers` adds jax's splash attention and tokamax's (without a mask alone: its causal kernel reads
 what to compute from memory), each with the best of some tile sizes; it needs `make peers`.
 `--what shapes` takes other shapes, relative to one that they should keep up with.
-Each row is written to `benchmarks/results/flash.json` as soon as it is there, so that a run can be
-stopped and goes on where it was; rows of other kernels than the present ones are measured again.
+Each row is written to `benchmarks/results/flash.json` as soon as it is there, and a program that
+was simulated once is looked up (`benchmarks/results/simulated.json`), so that a run can be stopped.
 Takes some minutes for each generation, the peers and the shapes much longer.
 """
 
@@ -30,8 +30,8 @@ import matplotlib
 import numpy as np
 
 from benchmarks import peers
-from benchmarks.results_file import kernels_hash, read_results, write_results
-from benchmarks.simulate import FLOP_PER_CYCLE, GENERATIONS, Cycles, simulate
+from benchmarks.results_file import read_results, write_results
+from benchmarks.simulate import FLOP_PER_CYCLE, GENERATIONS, Cycles, simulate_once
 from flax_pallas_attn import SegmentIds, dot_product_attention
 from flax_pallas_attn.kernels import tiles as tiles_lib
 from flax_pallas_attn.kernels import unit_lists
@@ -150,7 +150,7 @@ SHAPES = {
 
 
 def main() -> None:
-    """Simulates what is missing, prints the tables, and draws the picture."""
+    """Simulates, prints the tables, and draws the picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--topology", nargs="*", choices=GENERATIONS, default=GENERATIONS)
     parser.add_argument("--head-size", nargs="*", type=int, choices=HEAD_SIZES, default=HEAD_SIZES)
@@ -186,10 +186,9 @@ class Results:
 
     def __init__(self) -> None:
         self.rows = read_results("flash")
-        self.kernels = kernels_hash()  # those that this process has loaded
 
     def find(self, **key: Any) -> dict[str, Any] | None:
-        """The row with these entries, whichever kernels it was measured with."""
+        """The row with these entries."""
         found = [row for row in self.rows if key.items() <= row.items()]
         return found[0] if found else None
 
@@ -204,18 +203,15 @@ class Results:
 def measure_row(
     results: Results, topology: str, head_size: int, mask: str, with_peers: bool
 ) -> None:
-    """Simulates what the file lacks of one head size and mask, forward and backward."""
+    """One head size and mask, forward and backward."""
     useful = 4 * HEADS * LENGTH**2 * head_size / (2 if mask == "causal" else 1)
     for step in STEPS:
         flop = useful * (2.5 if step == "backward" else 1)
         key = {"topology": topology, "head_size": head_size, "mask": mask, "step": step}
-        ours = {"what": "main", **key}
-        if results.find(**ours, kernels=results.kernels) is None:
-            shape = Shape(heads=HEADS, kv_heads=HEADS)
-            cycles = measure(shape, step, topology, head_size, mask == "causal", flop)
-            share = cycles.count and round(flop / cycles.count / LIMITS[topology][head_size], 3)
-            figures = dataclasses.asdict(cycles) | {"share": share, "kernels": results.kernels}
-            results.add(ours, figures)
+        shape = Shape(heads=HEADS, kv_heads=HEADS)
+        cycles = measure(shape, step, topology, head_size, mask == "causal", flop)
+        share = cycles.count and round(flop / cycles.count / LIMITS[topology][head_size], 3)
+        results.add({"what": "main", **key}, dataclasses.asdict(cycles) | {"share": share})
         for peer in PEERS if with_peers else ():
             if (peer, mask) == ("tokamax", "causal"):
                 continue  # reads from scalar memory what to compute, which is not simulated
@@ -259,7 +255,7 @@ def measure(
     fn, arrays, leave_out = call
     least = flop / FLOP_PER_CYCLE[topology]
     with counts:
-        return simulate(fn, *arrays, topology=topology, leave_out=leave_out, least=least)
+        return simulate_once(fn, *arrays, topology=topology, leave_out=leave_out, least=least)
 
 
 @contextlib.contextmanager
@@ -331,16 +327,14 @@ def measure_peer(
 
 
 def measure_shape(results: Results, topology: str, name: str) -> None:
-    """Simulates what the file lacks of a shape, and of the one beside it."""
+    """A shape, and the one beside it."""
     for each in dict.fromkeys((SHAPES[name].beside, name)):
         shape = SHAPES[each]
         for step in STEPS:
             key = {"what": "shapes", "topology": topology, "shape": each, "step": step}
-            if results.find(**key, kernels=results.kernels) is None:
-                flop = 4 * 128 * shape.pairs * (2.5 if step == "backward" else 1)
-                cycles = measure(shape, step, topology, 128, True, flop)
-                figures = {"pairs": shape.pairs, "kernels": results.kernels}
-                results.add(key, dataclasses.asdict(cycles) | figures)
+            flop = 4 * 128 * shape.pairs * (2.5 if step == "backward" else 1)
+            cycles = measure(shape, step, topology, 128, True, flop)
+            results.add(key, dataclasses.asdict(cycles) | {"pairs": shape.pairs})
 
 
 def relative(results: Results, topology: str, name: str, step: str) -> float | None:

@@ -1,6 +1,5 @@
 """Result files: figures with the versions that they were measured with."""
 
-import hashlib
 import importlib.metadata
 import json
 import platform
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-KERNELS = Path(__file__).parent.parent / "flax_pallas_attn" / "kernels"
 
 
 def write_results(name: str, command: str, rows: list[dict[str, Any]]) -> Path:
@@ -38,16 +36,6 @@ def read_results(name: str) -> list[dict[str, Any]]:
         return []
     content = json.loads(path.read_text())
     return content["rows"] if content["versions"] == _versions() else []
-
-
-def kernels_hash(*, leave_out: str = "") -> str:
-    """Tells whether a row was measured with the kernels as they are.
-
-    Args:
-      leave_out: A file of theirs that the row does not depend on.
-    """
-    files = sorted(file for file in KERNELS.glob("*.py") if file.name != leave_out)
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def _versions() -> dict[str, str | None]:

@@ -1,12 +1,14 @@
 """Searches the flash kernels' tile sizes by simulated cycles: `python -m benchmarks.tune`.
 
-For each generation, dtype, head size and length, all pairs of tile sizes are simulated, forward and
-backward, causal and without a mask. The pair with the least product of both masks' cycles is put
-into `flax_pallas_attn/kernels/tile_table.py`, from which the package chooses. Pairs that the
-compiler refuses or its simulator fails on count as not measured, and the result file keeps what was
-said. Each pair is written to `benchmarks/results/tune.json` as soon as it is there: a run that was
-stopped goes on, and pairs of other kernels than the present ones are simulated again. A length of
-one generation, dtype and head size takes about half an hour.
+For each length, dtype, head size and generation, pairs of tile sizes are simulated, forward and
+backward, causal and without a mask, from the largest tile down until one costs a tenth more than
+the best. The pair with the least product of both masks' cycles is put into
+`flax_pallas_attn/kernels/tile_table.py`, from which the package chooses. Pairs that the compiler
+refuses or its simulator fails on count as not measured, and the result file keeps what was said; a
+case of which none is measured takes the pair of the generation or head size nearest to it.
+
+A run that was stopped goes on where it was, and one of other kernels simulates what they change.
+A case takes some minutes, all of them hours.
 """
 
 import argparse
@@ -21,68 +23,98 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.results_file import kernels_hash, read_results, write_results
-from benchmarks.simulate import FLOP_PER_CYCLE, GENERATIONS, Cycles, simulate
+from benchmarks.results_file import read_results, write_results
+from benchmarks.simulate import FLOP_PER_CYCLE, GENERATIONS, Cycles, simulate_once
 from flax_pallas_attn import dot_product_attention
 from flax_pallas_attn.kernels.tiles import Tiles
 
-SIZES = (256, 512, 1024, 2048)
-LENGTHS = (1024, 4096)
-"""Each stands for lengths up to itself and beyond the one before; the last for all above too."""
-HEAD_SIZES = (64, 128, 256)
+SIZES = (2048, 1024, 512, 256)
+LENGTHS = (4096, 1024)
+HEAD_SIZES = (128, 64, 256)
 DTYPES = ("bfloat16", "float32")
 HEADS = 2
 STEPS = ("forward", "backward")
 MASKS = ("causal", "full")
+SLOW = 1.1
+"""Cycles of the larger tile, over those of the best so far, from which on smaller are not tried."""
+MOST_TO_COMPILE = {"forward": 2048 * 2048 * 256, "backward": 2048 * 1024 * 256}
+"""Products of a tile, per pass in bfloat16: beyond, the compiler takes many minutes."""
 TABLE = Path(__file__).parent.parent / "flax_pallas_attn" / "kernels" / "tile_table.py"
 
 HEADER = '''"""Tile sizes with the least simulated cycles; written by `python -m benchmarks.tune`.
 
-Keys are generation, dtype, head size, and the longest length that the entry was simulated for.
+Keys are generation, dtype, head size, and the length that the entry was simulated for.
 """
 
+Table = dict[tuple[str, str, int, int], tuple[int, int]]
 '''
-COMMENTS = {"forward": "# (query, key)", "backward": "# (backward_key, backward_query)"}
+COMMENTS = {
+    "forward": "Sizes of `Tiles.query` and `Tiles.key`.",
+    "backward": "Sizes of `Tiles.backward_key` and `Tiles.backward_query`.",
+}
 
 
 def main() -> None:
-    """Simulates the pairs that are missing, then writes the table of all that are known."""
+    """Searches the cases asked for, then writes the table of all that are known."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--topology", nargs="*", choices=GENERATIONS, default=GENERATIONS)
     parser.add_argument("--dtype", nargs="*", choices=DTYPES, default=DTYPES)
     parser.add_argument("--head-size", nargs="*", type=int, choices=HEAD_SIZES, default=HEAD_SIZES)
     parser.add_argument("--length", nargs="*", type=int, choices=LENGTHS, default=LENGTHS)
     parser.add_argument("--step", nargs="*", choices=STEPS, default=STEPS)
-    parser.add_argument(
-        "--write", action="store_true", help="only write the table of the pairs already simulated"
-    )
     arguments = parser.parse_args()
-    kernels = kernels_hash(leave_out=TABLE.name)
-    rows = read_results("tune")
-    cases = itertools.product(
-        arguments.topology, arguments.dtype, arguments.head_size, arguments.length, arguments.step
-    )
-    for topology, dtype, head_size, length, step in () if arguments.write else cases:
+    for length, dtype, head_size, topology, step in itertools.product(
+        arguments.length,
+        arguments.dtype,
+        arguments.head_size,
+        arguments.topology,
+        arguments.step,
+    ):
         case = {"topology": topology, "dtype": dtype, "head_size": head_size}
         case |= {"length": length, "step": step}
-        for pair, mask in itertools.product(pairs(length), MASKS):
-            key = case | {"mask": mask, "tiles": list(pair)}
-            if any((key | {"kernels": kernels}).items() <= row.items() for row in rows):
-                continue
-            cycles = measure(**key)
-            rows = [row for row in rows if not key.items() <= row.items()]
-            rows.append(key | dataclasses.asdict(cycles) | {"kernels": kernels})
-            write_results("tune", "python -m benchmarks.tune", rows)
-            print(*key.values(), cycles.error or f"{cycles.count:,}", flush=True)
-        print(topology, dtype, head_size, length, step, "best:", best(select(rows, case)))
-    TABLE.write_text(table(rows))
+        found = search(case)
+        # Read again: another process may have added to it.
+        others = [row for row in read_results("tune") if not case.items() <= row.items()]
+        write_results("tune", "python -m benchmarks.tune", sorted(others + found, key=_order))
+        print(*case.values(), "best:", best(found), flush=True)
+    TABLE.write_text(table(read_results("tune")))
     print(TABLE)
 
 
-def pairs(length: int) -> list[tuple[int, int]]:
-    """Tile sizes to try: of the grid's axis, of the loop's. None is longer than the sequence."""
-    sizes = [size for size in SIZES if size <= length]
-    return list(itertools.product(sizes, sizes))
+def search(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the pairs tried, from the largest tile down until one is much slower than the best.
+
+    Args:
+      case: Generation, dtype, head size, length and step.
+    """
+    rows: list[dict[str, Any]] = []
+    for pair in pairs(case):
+        of_pair = [
+            {**case, "mask": mask, "tiles": list(pair)}
+            | dataclasses.asdict(measure(**case, mask=mask, tiles=pair))
+            for mask in MASKS
+        ]
+        rows += of_pair
+        costs = cost(rows)
+        if pair in costs and costs[pair] > SLOW * min(costs.values()):
+            break
+    return rows
+
+
+def pairs(case: dict[str, Any]) -> list[tuple[int, int]]:
+    """Tile sizes to try, the largest first: of the axis that walks, of the other.
+
+    None is longer than the sequence, or takes the compiler many minutes.
+    """
+    passes = 6 if case["dtype"] == "float32" else 1
+    tried = [(size, other) for size in SIZES for other in (size, size // 2)]
+    return [
+        (size, other)
+        for size, other in tried
+        if size <= case["length"]
+        and other >= SIZES[-1]
+        and size * other * case["head_size"] * passes <= MOST_TO_COMPILE[case["step"]]
+    ]
 
 
 def measure(
@@ -118,7 +150,7 @@ def measure(
 
     array = jax.ShapeDtypeStruct((1, HEADS, length, head_size), jnp.dtype(dtype))
     flop = 4 * HEADS * length**2 * head_size / (2 if mask == "causal" else 1)
-    call = functools.partial(simulate, topology=topology)
+    call = functools.partial(simulate_once, topology=topology)
     try:
         if forward:
             return call(attend, *[array] * 3, least=flop / FLOP_PER_CYCLE[topology])
@@ -132,45 +164,44 @@ def measure(
         return Cycles(error="refused: " + str(error).partition("\n")[0])
 
 
-def select(rows: Iterable[dict[str, Any]], case: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of one case: they differ in mask and tiles alone."""
-    return [row for row in rows if case.items() <= row.items()]
-
-
-def best(rows: Iterable[dict[str, Any]]) -> tuple[int, int] | None:
-    """The pair with the least product of all masks' cycles; None if none has them all."""
+def cost(rows: Iterable[dict[str, Any]]) -> dict[tuple[int, int], int]:
+    """Product of all masks' cycles, of the pairs that have them all."""
     counts: dict[tuple[int, int], dict[str, int]] = {}
     for row in rows:
         if row["count"] is not None:
             own, other = row["tiles"]
             counts.setdefault((own, other), {})[row["mask"]] = row["count"]
-    whole = {
+    return {
         pair: math.prod(of_mask.values())
         for pair, of_mask in counts.items()
         if set(of_mask) == set(MASKS)
     }
-    return min(whole, key=lambda pair: (whole[pair], pair)) if whole else None
+
+
+def best(rows: Iterable[dict[str, Any]]) -> tuple[int, int] | None:
+    """The pair with the least cost, or the smaller of equal ones; None if none has one."""
+    costs = cost(rows)
+    return min(costs, key=lambda pair: (costs[pair], pair)) if costs else None
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The text of `tile_table.py`. A case of which no pair was simulated is not in it."""
     text = HEADER
     for step in STEPS:
-        cases = {
-            (row["topology"], row["dtype"], row["head_size"], row["length"])
-            for row in rows
-            if row["step"] == step
-        }
-        text += f"{step.upper()}: dict[tuple[str, str, int, int], tuple[int, int]] = {{"
-        text += f"  {COMMENTS[step]}\n"
-        for key in sorted(cases, key=lambda key: (GENERATIONS.index(key[0]), *key[1:])):
-            topology, dtype, head_size, length = key
-            case = {"topology": topology, "dtype": dtype, "head_size": head_size}
-            pair = best(select(rows, case | {"length": length, "step": step}))
-            if pair is not None:
+        text += f"\n{step.upper()}: Table = {{\n"
+        of_step = [row for row in rows if row["step"] == step]
+        for case, of_case in itertools.groupby(sorted(of_step, key=_order), key=_order):
+            if (pair := best(of_case)) is not None:
+                _, generation, *others = case
+                topology, (dtype, head_size, length) = GENERATIONS[generation], others
                 text += f'    ("{topology}", "{dtype}", {head_size}, {length}): {pair},\n'
-        text += "}\n"
+        text += f'}}\n"""{COMMENTS[step]}"""\n'
     return text
+
+
+def _order(row: dict[str, Any]) -> tuple[Any, ...]:
+    generation = GENERATIONS.index(row["topology"])
+    return STEPS.index(row["step"]), generation, row["dtype"], row["head_size"], row["length"]
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ def simulate(
             f"estimate_cycles got topology={topology!r}: libtpu simulates v5e and later, not v4. "
             "Compare on another topology, such as v5p, and use compile_for_tpu for v4."
         )
-    program, donated = _export(fn, args, topology)
+    program, donated = export(fn, args, topology)
     # Libtpu reads where to write its profiles when it loads, hence a process of its own.
     with tempfile.TemporaryDirectory() as directory:
         flags = profile_flags(Path(directory), units=units)
@@ -278,8 +278,10 @@ def has_cycles(topology: str) -> bool:
     return topology.partition(":")[0] != "v4"
 
 
-def _export(fn: Callable[..., Any], args: Sequence[Any], topology: str) -> tuple[bytes, list[int]]:
+def export(fn: Callable[..., Any], args: Sequence[Any], topology: str) -> tuple[bytes, list[int]]:
     """Lowers for one device of the topology: the program, and which leaves of `args` it may reuse.
+
+    The same program is the same bytes, but for the places in the source that it came from.
 
     The program takes and returns leaves, since jax.export cannot write down a caller's own pytree
     types; nor does it keep donation.

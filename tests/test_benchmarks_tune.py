@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from benchmarks import results_file, tune
+from benchmarks import results_file, simulate, tune
+from benchmarks.simulate import GENERATIONS
+from flax_pallas_attn.kernels import tile_table
 from flax_pallas_attn.kernels.tiles import Tiles
 
 CASE = {"topology": "v6e", "dtype": "bfloat16", "head_size": 128, "length": 4096, "step": "forward"}
@@ -53,39 +55,47 @@ def test_table_is_a_module_with_the_best_pairs():
     assert formatted == text
 
 
-def test_a_run_goes_on_where_it_was_and_its_table_does_not_make_rows_old(tmp_path, monkeypatch):
+def test_sizes_go_down_until_one_is_much_slower(monkeypatch):
     measured = []
 
-    def measure(**case):
-        measured.append(case)
-        if len(measured) == 3:
-            raise KeyboardInterrupt
-        return tune.Cycles(count=100 * sum(case["tiles"]))
+    def measure(*, tiles, mask, **case):
+        measured.append((*tiles, mask))
+        # 1024 is the best, and 2048 by 1024 does not simulate.
+        cycles = {(2048, 2048): 110, (1024, 1024): 100, (1024, 512): 101, (512, 512): 106}
+        return tune.Cycles(count=cycles.get(tuple(tiles)))
 
-    for name in ("RESULTS", "KERNELS"):
-        monkeypatch.setattr(results_file, name, tmp_path)
-    (tmp_path / "kernel.py").write_text("1")
-    monkeypatch.setattr(tune, "TABLE", tmp_path / "tile_table.py")
     monkeypatch.setattr(tune, "measure", measure)
-    arguments = "--topology v6e --dtype bfloat16 --head-size 64 --length 1024 --step forward"
-    monkeypatch.setattr(sys, "argv", ["tune", *arguments.split()])
-    with pytest.raises(KeyboardInterrupt):
+    found = tune.search(CASE)
+    assert tune.best(found) == (1024, 1024)
+    assert measured == [
+        (*pair, mask)
+        for pair in [(2048, 2048), (2048, 1024), (1024, 1024), (1024, 512), (512, 512)]
+        for mask in tune.MASKS
+    ]
+
+
+def test_a_run_keeps_what_others_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
+    monkeypatch.setattr(tune, "TABLE", tmp_path / "tile_table.py")
+    monkeypatch.setattr(tune, "measure", lambda **case: tune.Cycles(count=sum(case["tiles"])))
+    for head_size in ("64", "128", "64"):
+        arguments = f"--topology v6e --dtype bfloat16 --head-size {head_size} --length 1024"
+        monkeypatch.setattr(sys, "argv", ["tune", *arguments.split()])
         tune.main()
-    tune.main()
-    pairs = len(tune.pairs(1024)) * len(tune.MASKS)
-    assert len(measured) == pairs + 1
-    assert '("v6e", "bfloat16", 64, 1024): (256, 256)' in tune.TABLE.read_text()
-    tune.main()
-    assert len(measured) == pairs + 1
-    (tmp_path / "kernel.py").write_text("2")
-    tune.main()
-    assert len(measured) == 2 * pairs + 1
+    names = {}
+    exec(tune.TABLE.read_text(), names)
+    expected = {("v6e", "bfloat16", head_size, 1024): (256, 256) for head_size in (64, 128)}
+    assert names["FORWARD"] == names["BACKWARD"] == expected
 
 
+@pytest.mark.parametrize("step", tune.STEPS)
+@pytest.mark.parametrize("dtype", tune.DTYPES)
 @pytest.mark.parametrize("length", tune.LENGTHS)
-def test_pairs_fit_the_sequence_and_are_tiles(length):
-    assert all(size <= length for pair in tune.pairs(length) for size in pair)
-    for own, other in tune.pairs(length):
+def test_pairs_fit_the_sequence_and_are_tiles(length, dtype, step):
+    pairs = tune.pairs(CASE | {"length": length, "dtype": dtype, "step": step})
+    assert len(pairs) > 1
+    for own, other in pairs:
+        assert max(own, other) <= length
         Tiles(
             query=own,
             key=other,
@@ -96,9 +106,20 @@ def test_pairs_fit_the_sequence_and_are_tiles(length):
         )
 
 
+def test_every_generation_and_dtype_is_in_the_table():
+    for entries in (tile_table.FORWARD, tile_table.BACKWARD):
+        assert {key[:2] for key in entries} == {
+            (generation, dtype) for generation in GENERATIONS for dtype in tune.DTYPES
+        }
+
+
 @pytest.mark.tpu_compile
-def test_a_simulated_pair():
-    case = {"topology": "v6e", "dtype": "bfloat16", "head_size": 128, "length": 1024}
-    cycles = tune.measure(**case, step="forward", mask="full", tiles=(256, 256))
+def test_a_pair_is_simulated_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
+    case = {"topology": "v6e", "dtype": "bfloat16", "head_size": 128, "length": 512}
+    case |= {"step": "forward", "mask": "full", "tiles": (256, 256)}
+    cycles = tune.measure(**case)
     assert cycles.count is not None
-    assert cycles.count > 4 * tune.HEADS * 1024**2 * 128 / 524_288
+    assert cycles.count > 4 * tune.HEADS * 512**2 * 128 / 524_288
+    monkeypatch.setattr(simulate, "estimate_cycles", None)
+    assert tune.measure(**case) == cycles
