@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
+from jax.experimental import pallas as pl
 
 from benchmarks import peers
 from benchmarks.results_file import read_results, write_results
@@ -40,6 +41,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 LENGTH, HEADS = 4096, 2
+TILE = 256
+"""Tokens along both sides of the tiles that shapes are compared by."""
 HEAD_SIZES = (64, 128, 256)
 STEPS = ("forward", "backward")
 PEERS = ("splash", "tokamax")
@@ -104,8 +107,8 @@ class Shape:
 
     Attributes:
       beside: Name of the other one.
-      by_time: Relative is the time, over the other's times the share of its pairs of a query and a
-        key that this one has; else the rate, useful operations per cycle.
+      by_time: Relative is the time, over the other's times the share that this one has of its tiles
+        that hold anything; else the rate, useful operations per cycle.
       batch: B.
       length: T and S.
       heads: N.
@@ -130,6 +133,19 @@ class Shape:
         queries = np.arange(size)
         keys = np.minimum(queries + 1, self.window or size)
         return self.batch * self.heads * self.documents * int(keys.sum())
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of `TILE` by `TILE` that hold such a pair, of all sequences and heads."""
+        tiles = np.arange(pl.cdiv(self.length, TILE)) * TILE
+        last = np.minimum(tiles + TILE, self.length) - 1
+        document = self.length // self.documents
+        # The first key that any query of a tile sees, and the last: causality and window.
+        first_seen = tiles // document * document
+        if self.window is not None:
+            first_seen = np.maximum(first_seen, tiles - self.window + 1)
+        is_met = (last >= first_seen[:, None]) & (tiles <= last[:, None])
+        return self.batch * self.heads * int(is_met.sum())
 
 
 SHAPES = {
@@ -334,7 +350,8 @@ def measure_shape(results: Results, topology: str, name: str) -> None:
             key = {"what": "shapes", "topology": topology, "shape": each, "step": step}
             flop = 4 * 128 * shape.pairs * (2.5 if step == "backward" else 1)
             cycles = measure(shape, step, topology, 128, True, flop)
-            results.add(key, dataclasses.asdict(cycles) | {"pairs": shape.pairs})
+            figures = {"pairs": shape.pairs, "tiles": shape.tiles}
+            results.add(key, dataclasses.asdict(cycles) | figures)
 
 
 def relative(results: Results, topology: str, name: str, step: str) -> float | None:
@@ -344,8 +361,9 @@ def relative(results: Results, topology: str, name: str, step: str) -> float | N
     own, other = (results.find(**key, shape=each) for each in (name, shape.beside))
     if own is None or other is None or own["count"] is None or other["count"] is None:
         return None
-    time = own["count"] / (other["count"] * own["pairs"] / other["pairs"])
-    return time if shape.by_time else 1 / time
+    if shape.by_time:
+        return own["count"] / (other["count"] * own["tiles"] / other["tiles"])
+    return other["count"] * own["pairs"] / other["pairs"] / own["count"]
 
 
 def line(results: Results, topology: str, head_size: int, mask: str, step: str) -> str:
