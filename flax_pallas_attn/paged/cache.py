@@ -194,6 +194,35 @@ class PagedKVCache:
         pages = self.pages.at[place].set(rows, mode="drop", unique_indices=True)
         return dataclasses.replace(self, pages=pages)
 
+    def copy_pages(self, sources: jax.Array, targets: jax.Array) -> "PagedKVCache":
+        """Copies whole pages, of all layers: what `PageAllocator.make_writable` asks for.
+
+        In place when the cache is donated to the jitted function around it.
+
+        Args:
+          sources: `[n]` int32, pages to copy.
+          targets: `[n]` int32, pages to copy them to, none of them in `sources`.
+
+        Returns:
+          The cache with the pages copied.
+
+        Raises:
+          ValueError: Shapes that differ, or are not of rank 1.
+        """
+        sources, targets = as_integers(sources, "sources"), as_integers(targets, "targets")
+        if sources.ndim != 1 or sources.shape != targets.shape:
+            raise ValueError(
+                f"sources has shape {sources.shape} and targets {targets.shape}; expected one page "
+                "each, [n] and [n]."
+            )
+
+        def copy(i, pages):
+            page = jax.lax.dynamic_index_in_dim(pages, sources[i], axis=1)
+            return jax.lax.dynamic_update_index_in_dim(pages, page, targets[i], axis=1)
+
+        pages = jax.lax.fori_loop(0, len(sources), copy, self.pages)
+        return dataclasses.replace(self, pages=pages)
+
     def read(self, layer: int | jax.Array, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Gathers pages of one layer.
 
