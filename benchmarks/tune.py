@@ -5,7 +5,7 @@ backward, causal and without a mask, from the largest tile down until one costs 
 the best. The pair with the least product of both masks' cycles is put into
 `flax_pallas_attn/kernels/tile_table.py`, from which the package chooses. Pairs that the compiler
 refuses or its simulator fails on count as not measured, and the result file keeps what was said; a
-case of which none is measured takes the pair of the generation or head size nearest to it.
+case of which none is measured takes the pair of the generation with the same matrix units.
 
 A run that was stopped goes on where it was, and one of other kernels simulates what they change.
 A case takes some minutes, all of them hours.
@@ -39,6 +39,8 @@ SLOW = 1.1
 """Cycles of the larger tile, over those of the best so far, from which on smaller are not tried."""
 MOST_TO_COMPILE = {"forward": 2048 * 2048 * 256, "backward": 2048 * 1024 * 256}
 """Products of a tile, per pass in bfloat16: beyond, the compiler takes many minutes."""
+ALIKE = {"v5e": "v5p", "v5p": "v5e", "v6e": "tpu7x", "tpu7x": "v6e"}
+"""Generations whose matrix units are as wide."""
 TABLE = Path(__file__).parent.parent / "flax_pallas_attn" / "kernels" / "tile_table.py"
 
 HEADER = '''"""Tile sizes with the least simulated cycles; written by `python -m benchmarks.tune`.
@@ -185,15 +187,19 @@ def best(rows: Iterable[dict[str, Any]]) -> tuple[int, int] | None:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The text of `tile_table.py`. A case of which no pair was simulated is not in it."""
+    """The text of `tile_table.py`. A case of which no pair was simulated, not even on the
+    generation alike, is not in it."""
     text = HEADER
     for step in STEPS:
         text += f"\n{step.upper()}: Table = {{\n"
         of_step = [row for row in rows if row["step"] == step]
         for case, of_case in itertools.groupby(sorted(of_step, key=_order), key=_order):
-            if (pair := best(of_case)) is not None:
-                _, generation, *others = case
-                topology, (dtype, head_size, length) = GENERATIONS[generation], others
+            _, generation, *others = case
+            topology, (dtype, head_size, length) = GENERATIONS[generation], others
+            alike = {"topology": ALIKE[topology], "dtype": dtype, "head_size": head_size}
+            alike |= {"length": length}
+            pair = best(of_case) or best(row for row in of_step if alike.items() <= row.items())
+            if pair is not None:
                 text += f'    ("{topology}", "{dtype}", {head_size}, {length}): {pair},\n'
         text += f'}}\n"""{COMMENTS[step]}"""\n'
     return text

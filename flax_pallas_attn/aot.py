@@ -326,11 +326,15 @@ def _compile_exported(topology: str, donated: Sequence[int]) -> None:
 
 
 def _fatal_message(stderr: str) -> str:
-    """What libtpu says before it aborts, without its stack traces; else the end of the text."""
+    """What libtpu says before it aborts, without its stack traces, or the exception that Python
+    ends with; else the end of the text."""
     fatal = re.search(
         r"^F\d{4} .*?\] (.*?)\n(?:\n|=== Source|\*\*\* Check)", stderr, re.DOTALL | re.MULTILINE
     )
-    return fatal.group(1) if fatal else stderr[-4000:]
+    if fatal:
+        return fatal.group(1)
+    exceptions = list(re.finditer(r"^[\w.]+(?:Error|Exception): ", stderr, re.MULTILINE))
+    return stderr[exceptions[-1].start() :][:4000] if exceptions else stderr[-4000:]
 
 
 @functools.cache

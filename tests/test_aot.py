@@ -230,3 +230,9 @@ def test_a_crash_of_the_simulator_is_one_line(after):
     )
     assert aot._fatal_message(stderr) == "Profiling failed: WHY."
     assert aot._fatal_message("Killed") == "Killed"
+    stderr = "Traceback:\n  File x\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: WHY\n\nmore"
+    assert (
+        aot._fatal_message(stderr) == "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: WHY\n\nmore"
+    )
+    long = "jax.errors.JaxRuntimeError: WHY\n" + "x" * 9000
+    assert aot._fatal_message("noise\n" + long) == long[:4000]

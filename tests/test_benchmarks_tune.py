@@ -37,12 +37,16 @@ def test_table_is_a_module_with_the_best_pairs():
     known += rows({(512, 1024): {"causal": 2, "full": 2}, (256, 256): {"causal": 9, "full": 9}})
     known += rows({(256, 512): {"causal": 1, "full": 1}}, step="backward")
     known += rows({(256, 512): {"causal": None, "full": None}}, head_size=64)
+    known += rows({(256, 512): {"causal": None, "full": None}}, head_size=256)
+    known += rows({(512, 512): {"causal": 1, "full": 1}}, head_size=256, topology="tpu7x")
     text = tune.table(known)
     names = {}
     exec(text, names)
     assert names["FORWARD"] == {
         ("v6e", "bfloat16", 128, 4096): (512, 1024),
+        ("v6e", "bfloat16", 256, 4096): (512, 512),
         ("tpu7x", "bfloat16", 128, 4096): (512, 256),
+        ("tpu7x", "bfloat16", 256, 4096): (512, 512),
     }
     assert names["BACKWARD"] == {("v6e", "bfloat16", 128, 4096): (256, 512)}
     formatted = subprocess.run(
