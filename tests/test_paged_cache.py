@@ -1,5 +1,6 @@
 """The paged cache: where tokens land, what writes nothing, and that nothing is copied."""
 
+import dataclasses
 import functools
 import re
 
@@ -174,3 +175,31 @@ def test_a_donated_cache_is_written_in_place_on_tpu(tokens, dtype):
     cache_bytes = arguments[0].pages.size * jnp.dtype(dtype).itemsize
     assert program.alias_bytes == cache_bytes
     assert program.temporary_bytes < cache_bytes // 64
+
+
+def test_whole_pages_are_copied_in_all_layers():
+    cache = PagedKVCache.create(**SIZES, dtype="float32")
+    pages = np.random.default_rng(0).standard_normal(cache.pages.shape).astype(np.float32)
+    cache = dataclasses.replace(cache, pages=jnp.asarray(pages))
+    copied = jax.jit(PagedKVCache.copy_pages)(cache, jnp.array([1, 6]), jnp.array([4, 0]))
+    pages[:, [4, 0]] = pages[:, [1, 6]]
+    np.testing.assert_array_equal(copied.pages, pages)
+    none = cache.copy_pages(jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32))
+    np.testing.assert_array_equal(none.pages, cache.pages)
+
+
+@pytest.mark.parametrize("targets", [[1, 2], [[1]]])
+def test_pages_are_copied_one_to_one(targets):
+    cache = PagedKVCache.create(**SIZES)
+    with pytest.raises(ValueError, match=r"sources has shape .* and targets .*; expected one page"):
+        cache.copy_pages(jnp.zeros(1, jnp.int32), jnp.array(targets))
+
+
+@pytest.mark.tpu_compile
+def test_pages_of_a_donated_cache_are_copied_in_place_on_tpu():
+    cache = jax.eval_shape(lambda: PagedKVCache.create(**{**SIZES, "num_pages": 4096}))
+    ids = jax.ShapeDtypeStruct((16,), jnp.int32)
+    copy = jax.jit(PagedKVCache.copy_pages, donate_argnums=0)
+    program = aot.compile_for_tpu(copy, cache, ids, ids, topology="v5e")
+    assert program.alias_bytes == cache.pages.size * 2
+    assert program.temporary_bytes < program.alias_bytes // 64

@@ -216,6 +216,9 @@ class PagedKVCache:
                 "each, [n] and [n]."
             )
 
+        if not sources.size:
+            return self
+
         def copy(i, pages):
             page = jax.lax.dynamic_index_in_dim(pages, sources[i], axis=1)
             return jax.lax.dynamic_update_index_in_dim(pages, page, targets[i], axis=1)
