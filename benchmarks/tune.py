@@ -37,8 +37,13 @@ STEPS = ("forward", "backward")
 MASKS = ("causal", "full")
 SLOW = 1.1
 """Cycles of the larger tile, over those of the best so far, from which on smaller are not tried."""
-MOST_TO_COMPILE = {"forward": 2048 * 2048 * 256, "backward": 2048 * 1024 * 256}
-"""Products of a tile, per pass in bfloat16: beyond, the compiler takes many minutes."""
+MOST_TO_COMPILE = {
+    ("bfloat16", "forward"): 2048 * 2048 * 256,
+    ("bfloat16", "backward"): 2048 * 1024 * 256,
+    ("float32", "forward"): 512 * 512 * 128,  # in six passes, of operands that are split before
+    ("float32", "backward"): 512 * 512 * 128,
+}
+"""Products of a tile: beyond, the compiler takes minutes."""
 ALIKE = {"v5e": "v5p", "v5p": "v5e", "v6e": "tpu7x", "tpu7x": "v6e"}
 """Generations whose matrix units are as wide."""
 TABLE = Path(__file__).parent.parent / "flax_pallas_attn" / "kernels" / "tile_table.py"
@@ -108,14 +113,13 @@ def pairs(case: dict[str, Any]) -> list[tuple[int, int]]:
 
     None is longer than the sequence, or takes the compiler many minutes.
     """
-    passes = 6 if case["dtype"] == "float32" else 1
     tried = [(size, other) for size in SIZES for other in (size, size // 2)]
     return [
         (size, other)
         for size, other in tried
         if size <= case["length"]
         and other >= SIZES[-1]
-        and size * other * case["head_size"] * passes <= MOST_TO_COMPILE[case["step"]]
+        and size * other * case["head_size"] <= MOST_TO_COMPILE[case["dtype"], case["step"]]
     ]
 
 

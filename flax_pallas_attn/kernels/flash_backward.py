@@ -136,7 +136,9 @@ def flash_backward(
         all_cut=options.bias is not None,
         heads=step_heads,
         # The sums of larger heads do not stand in registers anyway.
-        most_written=most_written(min(head_dim + value_dim, 2 * LANES)) if chunks == 1 else 0,
+        most_written=most_written(min(head_dim + value_dim, 2 * LANES), shape.itemsize)
+        if chunks == 1
+        else 0,
     )
     stand = Stand(is_turned=head_dim % tiles_lib.unit() > 0 or value_dim % tiles_lib.unit() > 0)
     lists = unit_lists.listed(dataclasses.replace(walk, mask=mask), chunk)

@@ -121,7 +121,7 @@ def flash_forward(
         **_lengths(mask, queries, keys, tiles),
         all_cut=options.bias is not None,
         heads=step_heads,
-        most_written=most_written(head_dim + value_dim) if chunks == 1 else 0,
+        most_written=most_written(head_dim + value_dim, shape.itemsize) if chunks == 1 else 0,
     )
     data_walk = dataclasses.replace(walk, mask=mask)
     spans = data_walk.spans() if chunks > 1 else None

@@ -405,16 +405,18 @@ class Walk:
         ]
 
 
-def most_written(width: int) -> int:
+def most_written(width: int, itemsize: int) -> int:
     """Scores of a walk up to which it is written out without a loop.
 
     Beyond, the compiler moves more out of the registers than the ends of a loop cost
-    (benchmarks/LOG.md).
+    (benchmarks/LOG.md). The six passes of a float32 product cost time to compile.
 
     Args:
       width: Of heads and values, together.
+      itemsize: Bytes of an element.
     """
-    return 100 * 256**2 * 256 // width
+    passes = 1 if itemsize <= 2 else 6
+    return 100 * 256**2 * 256 // (width * passes)
 
 
 _HIDDEN, _CUT, _WHOLE = range(3)
