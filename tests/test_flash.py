@@ -172,10 +172,10 @@ WIDE_MASKS = {
 @pytest.mark.parametrize(
     ("name", "heads", "in_hbm", "dtype"),
     [
-        ("nothing hidden", 1, False, "float32"),
         ("causal", 2, False, "float32"),
-        ("causal", 1, False, "bfloat16"),
         ("rule", 2, True, "float32"),
+        pytest.param("nothing hidden", 1, False, "float32", marks=pytest.mark.slow),
+        pytest.param("causal", 1, False, "bfloat16", marks=pytest.mark.slow),
         pytest.param("causal", 1, False, "float32", marks=pytest.mark.slow),
         pytest.param("causal", 2, True, "bfloat16", marks=pytest.mark.slow),
         pytest.param("rule", 1, False, "bfloat16", marks=pytest.mark.slow),

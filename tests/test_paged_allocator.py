@@ -287,4 +287,4 @@ class Sequences(RuleBasedStateMachine):
 
 
 TestSequences = Sequences.TestCase
-TestSequences.settings = settings(max_examples=300, stateful_step_count=60)
+TestSequences.settings = settings(max_examples=150, stateful_step_count=60)
