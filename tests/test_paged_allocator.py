@@ -159,6 +159,9 @@ def test_remember_says_what_is_wrong():
     message = "9 tokens need 3 pages of 4, and pages=[0, 1] are 2."
     with pytest.raises(ValueError, match=re.escape(message)):
         allocator.remember(range(9), allocator.allocate(2))
+    for tokens in ([1.5] * 5, [[1, 2]] * 5):
+        with pytest.raises(ValueError, match=r"tokens of shape .* are no token ids"):
+            allocator.reuse(tokens)
 
 
 class Sequences(RuleBasedStateMachine):

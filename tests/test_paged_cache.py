@@ -184,6 +184,9 @@ def test_whole_pages_are_copied_in_all_layers():
     copied = jax.jit(PagedKVCache.copy_pages)(cache, jnp.array([1, 6]), jnp.array([4, 0]))
     pages[:, [4, 0]] = pages[:, [1, 6]]
     np.testing.assert_array_equal(copied.pages, pages)
+    absent = jnp.array([-1, 8, 3, 3])
+    unchanged = cache.copy_pages(absent, absent[::-1])
+    np.testing.assert_array_equal(unchanged.pages, cache.pages)
     none = cache.copy_pages(jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32))
     np.testing.assert_array_equal(none.pages, cache.pages)
 

@@ -240,7 +240,12 @@ class PageAllocator:
     def _prefixes(self, tokens: Sequence[int], namespace: bytes) -> Iterable[bytes]:
         """What each full page is found by: a digest of all tokens up to its end."""
         digest = hashlib.blake2b(namespace, digest_size=32).digest()
-        ids = np.asarray(tokens, np.int64)
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            raise ValueError(
+                f"tokens of shape {ids.shape} and dtype {ids.dtype} are no token ids."
+            )
+        ids = ids.astype(np.int64)
         for end in range(self.page_size, len(ids) + 1, self.page_size):
             block = ids[end - self.page_size : end].tobytes()
             digest = hashlib.blake2b(digest + block, digest_size=32).digest()

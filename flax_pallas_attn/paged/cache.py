@@ -201,7 +201,8 @@ class PagedKVCache:
 
         Args:
           sources: `[n]` int32, pages to copy.
-          targets: `[n]` int32, pages to copy them to, none of them in `sources`.
+          targets: `[n]` int32, pages to copy them to, none of them in `sources`. Where either does
+            not exist nothing is copied: with -1 a call is filled up to a size compiled before.
 
         Returns:
           The cache with the pages copied.
@@ -215,9 +216,13 @@ class PagedKVCache:
                 f"sources has shape {sources.shape} and targets {targets.shape}; expected one page "
                 "each, [n] and [n]."
             )
-
         if not sources.size:
             return self
+        exist = (sources >= 0) & (sources < self.num_pages)
+        exist &= (targets >= 0) & (targets < self.num_pages)
+        targets = jnp.clip(targets, 0, self.num_pages - 1)
+        # A page that is not to be copied is put where it stands.
+        sources = jnp.where(exist, sources, targets)
 
         def copy(i, pages):
             page = jax.lax.dynamic_index_in_dim(pages, sources[i], axis=1)
