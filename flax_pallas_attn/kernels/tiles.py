@@ -330,7 +330,7 @@ def _pairs(table: tile_table.Table, shape: Shape) -> list[tuple[int, int]]:
     sizes = [own >> n for n in range(own.bit_length()) if own >> n >= LANES]
     if shape.is_band and any(pad_to(n, unit()) % own for n in (shape.queries, shape.keys)):
         # A tile that runs over the end is written out once more: twice the time to compile.
-        sizes = [size for size in sizes if size <= _MOST_RAGGED] or sizes[-1:]
+        sizes = [size for size in sizes if size <= _MOST_RAGGED]
     return [(size, min(size, other)) for size in sizes]
 
 

@@ -424,7 +424,8 @@ _HIDDEN, _CUT, _WHOLE = range(3)
 
 def _firsts(places: Sequence[int]) -> list[bool]:
     """Which are not among those before them."""
-    return [place not in places[:i] for i, place in enumerate(places)]
+    first: dict[int, int] = {}
+    return [first.setdefault(place, i) == i for i, place in enumerate(places)]
 
 
 def _when(condition):

@@ -242,9 +242,7 @@ class PageAllocator:
         digest = hashlib.blake2b(namespace, digest_size=32).digest()
         ids = np.asarray(tokens)
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-            raise ValueError(
-                f"tokens of shape {ids.shape} and dtype {ids.dtype} are no token ids."
-            )
+            raise ValueError(f"tokens of shape {ids.shape} and dtype {ids.dtype} are no token ids.")
         ids = ids.astype(np.int64)
         for end in range(self.page_size, len(ids) + 1, self.page_size):
             block = ids[end - self.page_size : end].tobytes()
