@@ -36,6 +36,7 @@ from benchmarks.simulate import FLOP_PER_CYCLE, GENERATIONS, Cycles, simulate_on
 from flax_pallas_attn import SegmentIds, dot_product_attention
 from flax_pallas_attn.kernels import tiles as tiles_lib
 from flax_pallas_attn.kernels import unit_lists
+from flax_pallas_attn.masking import Mask
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -239,13 +240,35 @@ def measure_row(
 
 
 def measure(
-    shape: Shape, step: str, topology: str, head_size: int, is_causal: bool, flop: float
+    shape: Shape,
+    step: str,
+    topology: str,
+    head_size: int,
+    is_causal: bool,
+    flop: float,
+    dtype: str = "bfloat16",
+    sizes: dict[str, int] | None = None,
 ) -> Cycles:
-    """Cycles of the package's forward pass, or of what the gradient adds to it."""
+    """Cycles of the package's forward pass, or of what the gradient adds to it.
+
+    Args:
+      shape: What is attended.
+      step: "forward" or "backward".
+      topology: For which generation.
+      head_size: H.
+      is_causal: Whether there is a causal mask.
+      flop: Useful operations, which the peak must allow in the cycles found.
+      dtype: Of all arrays.
+      sizes: Fields of `Tiles` in place of those that the package chooses.
+    """
     documents = np.repeat(np.arange(shape.documents), shape.length // shape.documents)
     segments = jnp.broadcast_to(documents, (shape.batch, shape.length))
 
     def attend(query, key, value):
+        tiles = None
+        if sizes is not None:
+            arrays = tiles_lib.shape_of(query, key, value, Mask())
+            tiles = dataclasses.replace(tiles_lib.default_tiles(arrays), **sizes)
         return dot_product_attention(
             query,
             key,
@@ -254,13 +277,14 @@ def measure(
             is_causal=is_causal,
             local_window_size=None if shape.window is None else (shape.window - 1, 0),
             segment_ids=SegmentIds(segments, segments) if shape.documents > 1 else None,
+            tiles=tiles,
         )
 
     def gradients(query, key, value, output_gradient):
         output, vjp = jax.vjp(attend, query, key, value)
         return output, vjp(output_gradient)
 
-    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     query = array((shape.batch, shape.heads, shape.length, head_size))
     key = array((shape.batch, shape.kv_heads, shape.length, head_size))
     counts = static_counts(documents) if shape.documents > 1 else contextlib.nullcontext()

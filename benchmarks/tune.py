@@ -13,7 +13,6 @@ A case takes some minutes, all of them hours.
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -21,12 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from benchmarks import flash
 from benchmarks.results_file import read_results, write_results
-from benchmarks.simulate import FLOP_PER_CYCLE, GENERATIONS, Cycles, simulate_once
-from flax_pallas_attn import dot_product_attention
-from flax_pallas_attn.kernels.tiles import Tiles
+from benchmarks.simulate import GENERATIONS, Cycles
 
 SIZES = (2048, 1024, 512, 256)
 LENGTHS = (4096, 1024)
@@ -55,10 +52,11 @@ Keys are generation, dtype, head size, and the length that the entry was simulat
 
 Table = dict[tuple[str, str, int, int], tuple[int, int]]
 '''
-COMMENTS = {
-    "forward": "Sizes of `Tiles.query` and `Tiles.key`.",
-    "backward": "Sizes of `Tiles.backward_key` and `Tiles.backward_query`.",
+FIELDS = {
+    "forward": ("query", "key", "key_chunk"),
+    "backward": ("backward_key", "backward_query", "backward_query_chunk"),
 }
+"""Of `Tiles`: a pair, and the chunk, which is the whole sequence."""
 
 
 def main() -> None:
@@ -133,38 +131,22 @@ def measure(
     mask: str,
     tiles: Sequence[int],
 ) -> Cycles:
-    """Cycles with one pair of tile sizes. A refusal of the compiler is an error here too."""
-    own, other = tiles
-    forward = step == "forward"
-    attend = functools.partial(
-        dot_product_attention,
-        layout="BNTH",
-        is_causal=mask == "causal",
-        tiles=Tiles(
-            query=own if forward else 512,
-            key=other if forward else 512,
-            key_chunk=length,
-            backward_key=512 if forward else own,
-            backward_query=512 if forward else other,
-            backward_query_chunk=length,
-        ),
-    )
+    """Cycles with one pair of tile sizes, and of the other pass those that the package chooses.
 
-    def gradients(query, key, value, output_gradient):
-        output, vjp = jax.vjp(attend, query, key, value)
-        return output, vjp(output_gradient)
-
-    array = jax.ShapeDtypeStruct((1, HEADS, length, head_size), jnp.dtype(dtype))
+    A refusal of the compiler is an error here too.
+    """
+    names = FIELDS[step]
     flop = 4 * HEADS * length**2 * head_size / (2 if mask == "causal" else 1)
-    call = functools.partial(simulate_once, topology=topology)
     try:
-        if forward:
-            return call(attend, *[array] * 3, least=flop / FLOP_PER_CYCLE[topology])
-        return call(
-            gradients,
-            *[array] * 4,
-            leave_out=("flash_forward",),
-            least=2.5 * flop / FLOP_PER_CYCLE[topology],
+        return flash.measure(
+            flash.Shape(length=length, heads=HEADS, kv_heads=HEADS),
+            step,
+            topology,
+            head_size,
+            mask == "causal",
+            flop=flop * (2.5 if step == "backward" else 1),
+            dtype=dtype,
+            sizes=dict(zip(names, (*tiles, length), strict=True)),
         )
     except jax.errors.JaxRuntimeError as error:
         return Cycles(error="refused: " + str(error).partition("\n")[0])
@@ -205,7 +187,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             pair = best(of_case) or best(row for row in of_step if alike.items() <= row.items())
             if pair is not None:
                 text += f'    ("{topology}", "{dtype}", {head_size}, {length}): {pair},\n'
-        text += f'}}\n"""{COMMENTS[step]}"""\n'
+        own, other, _ = FIELDS[step]
+        text += f'}}\n"""Sizes of `Tiles.{own}` and `Tiles.{other}`."""\n'
     return text
 
 
