@@ -326,7 +326,7 @@ def static_counts(documents: np.ndarray) -> Iterator[None]:
             size = sizes[0] // units[0] if walk.by_query else sizes[1] // units[1]
             numbers.append(own.reshape(len(own) // size, -1).sum(1))
         whole, met = numbers
-        group = unit_lists.at_a_time(walk, columns if walk.by_query else rows)
+        group = unit_lists.at_a_time(walk)
         return tuple(
             sum(jnp.where(tile == i, int(n), 0) for i, n in enumerate(of_tiles))
             for of_tiles in (whole // group, -(met // -group))

@@ -30,7 +30,7 @@ UNITS, SEVERAL, UNEVEN = (
     )
     for query, key, chunk in ((128, 128, 256), (512, 256, 512), (128, 256, 512))
 )
-TILES = st.sampled_from([UNITS] * 5 + [None, SEVERAL, UNEVEN])
+TILES = st.sampled_from([UNITS] * 9 + [None, SEVERAL, UNEVEN])
 
 none, no = st.none(), st.just(False)
 MASKS = {

@@ -30,10 +30,11 @@ def test_static_counts_are_those_of_the_list(query_size, key_size, by_query):
         unit=64,
         query_size=query_size,
         key_size=key_size,
+        chunk=1024,
         queries=1024,
         keys=1024,
     )
-    lists = unit_lists.listed(walk, 1024)
+    lists = unit_lists.listed(walk)
     with flash.static_counts(documents):
         for tile, of_tile in enumerate(lists[0, :, 0]):
             assert [int(n) for n in unit_lists.counts(walk, tile, None)] == [

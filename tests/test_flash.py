@@ -202,6 +202,21 @@ def test_heads_as_wide_as_a_matrix_unit(name, heads, in_hbm, dtype, interpret, m
     conformance.check_case(functools.partial(flash.attend, tiles=WIDE_TILES), case, dtype)
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda case, random: Mask(rule=lambda i, j: i + j < 300),
+        lambda case, random: Mask(positions=conformance.positions(case, random)),
+    ],
+    ids=["rule", "positions"],
+)
+def test_whole_tiles_in_a_chunk_beyond_the_end(mask, interpret):
+    """A list of units is filled up with those beyond the end, in memory that nobody wrote."""
+    tiles = dataclasses.replace(TILES, key_chunk=512, backward_query_chunk=512)
+    case = Case(name="128", batch=1, heads=1, kv_heads=1, queries=128, keys=128, mask=mask)
+    conformance.check_case(functools.partial(flash.attend, tiles=tiles), case)
+
+
 def test_no_races():
     """Two chunks of keys and of queries, whose sums pass from one grid step to the next."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call

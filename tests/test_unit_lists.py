@@ -48,16 +48,17 @@ def test_lists_of_a_mask_that_is_data(seed, all_cut, by_query):
         unit=unit,
         query_size=query_size,
         key_size=key_size,
+        chunk=chunk,
         queries=queries,
         keys=keys,
         all_cut=all_cut,
     )
-    lists = np.asarray(unit_lists.listed(walk, chunk))
+    lists = np.asarray(unit_lists.listed(walk))
     block = (query_size, chunk) if by_query else (chunk, key_size)
     rows, columns = -(-queries // block[0]), -(-keys // block[1])
     visible = written_out(mask, queries, keys, rows * block[0], columns * block[1])
     tiles = visible.reshape(-1, rows, block[0], columns, block[1]).swapaxes(2, 3)
-    group = unit_lists.at_a_time(walk, chunk)
+    group = unit_lists.at_a_time(walk)
     assert 1 <= group <= unit_lists.MOST_AT_A_TIME
     for b, row, column in np.ndindex(len(lists), rows, columns):
         place = column * rows + row if by_query else row * columns + column
@@ -83,10 +84,11 @@ def test_lists_leave_out_other_documents():
         unit=64,
         query_size=512,
         key_size=512,
+        chunk=1024,
         queries=1024,
         keys=1024,
     )
-    lists = np.asarray(unit_lists.listed(walk, 1024))
+    lists = np.asarray(unit_lists.listed(walk))
     # Three units of each of four documents: 12 of 128, 4 of them whole, in groups of 16.
     assert lists[0, :, 0, :2].tolist() == [[0, 1], [0, 1]]
 

@@ -23,6 +23,7 @@ def test_scores_are_those_of_the_units_that_hold_anything(
         unit=unit,
         query_size=query_size,
         key_size=key_size,
+        chunk=64,
         queries=queries,
         keys=keys,
     )
@@ -39,7 +40,14 @@ def test_scores_are_those_of_the_units_that_hold_anything(
 
 
 def test_scores_of_a_causal_mask_are_near_half():
-    sizes = {"unit": 256, "query_size": 1024, "key_size": 1024, "queries": 4096, "keys": 4096}
+    sizes = {
+        "unit": 256,
+        "query_size": 1024,
+        "key_size": 1024,
+        "chunk": 4096,
+        "queries": 4096,
+        "keys": 4096,
+    }
     causal = Walk(mask=Mask(lower=0), by_query=True, **sizes)
     assert causal.scores == 4096**2 * (16 + 1) // (2 * 16)
 
@@ -47,13 +55,20 @@ def test_scores_of_a_causal_mask_are_near_half():
 @pytest.mark.parametrize("by_query", [True, False])
 def test_walks_that_are_written_out(by_query):
     """Every unit that holds anything once, and of each row the first and the last marked."""
-    sizes = {"unit": 64, "query_size": 256, "key_size": 256, "queries": 500, "keys": 512}
+    sizes = {
+        "unit": 64,
+        "query_size": 256,
+        "key_size": 256,
+        "chunk": 512,
+        "queries": 500,
+        "keys": 512,
+    }
     walk = Walk(mask=Mask(lower=0), by_query=by_query, heads=3, most_written=512**2, **sizes)
     assert walk.is_known
     assert walk.has_known_end
     for tile in range(2):
         calls = []
-        walk.visit(tile, 0, 512, calls.append, lambda *lists, calls=calls: calls.append(lists))
+        walk.visit(tile, 0, calls.append, lambda *lists, calls=calls: calls.append(lists))
         ((units, expected, following),) = calls
         assert expected == following == []
         assert len({unit.number for unit in units}) == len(units)
@@ -74,11 +89,18 @@ def test_walks_that_are_written_out(by_query):
 @pytest.mark.parametrize("by_query", [True, False])
 def test_ends_of_the_other_axis_in_walks_that_are_written_out(by_query, lower):
     """Of all tiles together, the first and the last unit of each part of the other axis."""
-    sizes = {"unit": 64, "query_size": 256, "key_size": 256, "queries": 512, "keys": 512}
+    sizes = {
+        "unit": 64,
+        "query_size": 256,
+        "key_size": 256,
+        "chunk": 512,
+        "queries": 512,
+        "keys": 512,
+    }
     walk = Walk(mask=Mask(lower=lower), by_query=by_query, heads=2, most_written=512**2, **sizes)
     visited = []
     for tile in range(2):
-        walk.visit(tile, 0, 512, None, lambda units, *_: visited.extend(units))
+        walk.visit(tile, 0, None, lambda units, *_: visited.extend(units))
     # Without a mask all tiles meet the same units, which are written out once for all.
     assert walk.is_known_across == (lower == 0)
     for head, other in np.ndindex(2, 8):
@@ -93,7 +115,7 @@ def test_ends_of_the_other_axis_in_walks_that_are_written_out(by_query, lower):
 
 
 def test_walks_that_are_not_written_out():
-    sizes = {"by_query": True, "unit": 64, "query_size": 256, "key_size": 256}
+    sizes = {"by_query": True, "unit": 64, "query_size": 256, "key_size": 256, "chunk": 512}
     causal = Walk(mask=Mask(lower=0), queries=512, keys=512, most_written=26 * 64**2, **sizes)
     assert causal.is_known
     # One unit less than the second tile meets; and first queries that see nothing.

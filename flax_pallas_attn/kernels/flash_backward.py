@@ -131,6 +131,7 @@ def flash_backward(
         unit=tiles_lib.BACKWARD_UNIT,
         query_size=size,
         key_size=key_size,
+        chunk=chunk,
         queries=queries,
         keys=keys,
         all_cut=options.bias is not None,
@@ -141,7 +142,7 @@ def flash_backward(
         else 0,
     )
     stand = Stand(is_turned=head_dim % tiles_lib.unit() > 0 or value_dim % tiles_lib.unit() > 0)
-    lists = unit_lists.listed(dataclasses.replace(walk, mask=mask), chunk)
+    lists = unit_lists.listed(dataclasses.replace(walk, mask=mask))
 
     def index(b, n, g, c, j):
         return b, n * members + g, c, j
@@ -424,9 +425,9 @@ def _kernel(
     key_tile_index = key_tile if walk.keys > key_size else 0
     if inputs.units is None:
         first = chunk * chunk_tiles if walk.queries > chunk_size else 0
-        walk.visit(key_tile_index, first, chunk_size, lambda units: None, visit)
+        walk.visit(key_tile_index, first, lambda units: None, visit)
     else:
-        unit_lists.visit(walk, key_tile_index, chunk_size, lambda units: None, visit, inputs.units)
+        unit_lists.visit(walk, key_tile_index, lambda units: None, visit, inputs.units)
 
     if not walk.is_known_across:
         pl.when(key_tile == key_tiles - 1)(lambda: of_all_queries(end_queries))

@@ -68,6 +68,7 @@ def flash_bias_gradient(
         unit=max(size, key_size),
         query_size=size,
         key_size=key_size,
+        chunk=key_size,
         queries=queries,
         keys=keys,
         all_cut=True,

@@ -118,6 +118,7 @@ def flash_forward(
         unit=tiles_lib.unit(),
         query_size=tiles.query,
         key_size=tiles.key,
+        chunk=tiles.key_chunk,
         **_lengths(mask, queries, keys, tiles),
         all_cut=options.bias is not None,
         heads=step_heads,
@@ -145,7 +146,7 @@ def flash_forward(
     def list_place(b, n, i, c, *spans_refs):
         return b, c * query_tiles + i
 
-    lists = unit_lists.listed(data_walk, tiles.key_chunk)
+    lists = unit_lists.listed(data_walk)
     inputs = _Inputs(query, key, value, score_inputs(mask, options), lists)
     in_specs = _Inputs(
         pl.BlockSpec((1, step_heads, tiles.query, head_dim), query_index),
@@ -371,9 +372,9 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
 
     if inputs.units is None:
         first_tile = chunk * (tiles.key_chunk // tiles.key)
-        walk.visit(query_tile, first_tile, tiles.key_chunk, begin, visit)
+        walk.visit(query_tile, first_tile, begin, visit)
     else:
-        unit_lists.visit(walk, query_tile, tiles.key_chunk, begin, visit, inputs.units)
+        unit_lists.visit(walk, query_tile, begin, visit, inputs.units)
 
     if not ends_in_visit:
 

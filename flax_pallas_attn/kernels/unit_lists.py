@@ -23,12 +23,11 @@ _MOST_COUNTED = 512
 """Units of a list up to which it is sorted by counting, for which XLA has the faster program."""
 
 
-def listed(walk: Walk, chunk: int) -> jax.Array | None:
+def listed(walk: Walk) -> jax.Array | None:
     """The lists of all tiles and chunks, for blocks in scalar memory; None where it is a band.
 
     Args:
       walk: Its mask with the arrays.
-      chunk: Tokens of the other axis that are at hand at once.
 
     Returns:
       `[B or 1, chunks * tiles, 1, 2 + units]` int32. Of a tile and a chunk: how many groups of
@@ -44,10 +43,10 @@ def listed(walk: Walk, chunk: int) -> jax.Array | None:
     ranks = jnp.where(full, 0, jnp.where(some, 1, 2))
     if not walk.by_query:
         ranks, sizes = ranks.mT, sizes[::-1]
-    own_units, other_units = walk.sizes[0] // sizes[0], chunk // sizes[1]
+    own_units, other_units = walk.sizes[0] // sizes[0], walk.chunk // sizes[1]
     tiles, chunks = (
         pl.cdiv(count, size)
-        for count, size in zip(walk.counts, (walk.sizes[0], chunk), strict=True)
+        for count, size in zip(walk.counts, (walk.sizes[0], walk.chunk), strict=True)
     )
     missing = (tiles * own_units - ranks.shape[1], chunks * other_units - ranks.shape[2])
     ranks = jnp.pad(ranks, ((0, 0), *((0, n) for n in missing)), constant_values=2)
@@ -55,7 +54,7 @@ def listed(walk: Walk, chunk: int) -> jax.Array | None:
     ranks = ranks.transpose(0, 3, 1, 4, 2).reshape(len(ranks), chunks * tiles, 1, -1)
     other, own = jnp.divmod(_sorted_places(ranks), own_units)
     query, key = (own, other) if walk.by_query else (other, own)
-    group = at_a_time(walk, chunk)
+    group = at_a_time(walk)
     whole = jnp.sum(ranks == 0, axis=3, keepdims=True) // group
     groups = -(jnp.sum(ranks < 2, axis=3, keepdims=True) // -group)
     return jnp.concatenate((whole, groups, query << 16 | key), axis=3).astype(jnp.int32)
@@ -72,9 +71,9 @@ def _sorted_places(ranks: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(place_of[..., None, :] == place[:, None], place, 0), axis=-1)
 
 
-def at_a_time(walk: Walk, chunk: int) -> int:
+def at_a_time(walk: Walk) -> int:
     """Units of a group: as many as divide those of a tile and a chunk."""
-    units = walk.sizes[0] * chunk // (walk.unit_queries * walk.unit_keys)
+    units = walk.sizes[0] * walk.chunk // (walk.unit_queries * walk.unit_keys)
     most = max(1, min(MOST_AT_A_TIME, 2048 // walk.unit) // walk.heads)
     return max(n for n in range(1, most + 1) if units % n == 0)
 
@@ -97,9 +96,9 @@ def counts(walk: Walk, tile, list_ref):
     return list_ref[0, 0, 0, 0], list_ref[0, 0, 0, 1]
 
 
-def visit(walk: Walk, tile, chunk: int, begin: Callable, body: Callable, list_ref) -> None:
+def visit(walk: Walk, tile, begin: Callable, body: Callable, list_ref) -> None:
     """As `Walk.visit`, of the units in `list_ref`, a block of `unit_lists.listed`."""
-    group = at_a_time(walk, chunk)
+    group = at_a_time(walk)
     last = list_ref.shape[3] - group
 
     def units(i, is_cut):

@@ -33,6 +33,7 @@ class Walk:
       unit: Tokens of a unit at most, along both axes.
       query_size: Queries of a tile.
       key_size: Keys of a tile.
+      chunk: Tokens of the other axis that are at hand at once.
       queries: T.
       keys: S.
       all_cut: Whether something other than the mask may hide a part of any unit.
@@ -46,6 +47,7 @@ class Walk:
     unit: int
     query_size: int
     key_size: int
+    chunk: int
     queries: int
     keys: int
     all_cut: bool = False
@@ -64,13 +66,18 @@ class Walk:
 
     @property
     def query_stop(self) -> int | None:
-        """T where a tile runs over the end, else None."""
-        return self.queries if self.queries % self.query_size else None
+        """T where a unit may run over the end, or lie beyond it, else None."""
+        return self._stop(self.queries, self.query_size, not self.by_query)
 
     @property
     def key_stop(self) -> int | None:
-        """S where a tile runs over the end, else None."""
-        return self.keys if self.keys % self.key_size else None
+        """S where a unit may run over the end, or lie beyond it, else None."""
+        return self._stop(self.keys, self.key_size, self.by_query)
+
+    def _stop(self, count: int, size: int, is_other: bool) -> int | None:
+        # A list ends with units that are hidden, some of which may be computed: of all at hand.
+        extent = self.chunk if is_other and not self.is_band else size
+        return count if count % extent else None
 
     @property
     def is_band(self) -> bool:
@@ -129,13 +136,12 @@ class Walk:
             queries, keys = pad_to(queries, self.query_size), pad_to(keys, self.key_size)
         return span(tile, self.query_size, self.key_size, queries, keys)
 
-    def visit(self, tile, first, chunk: int, begin: Callable, body: Callable) -> None:
+    def visit(self, tile, first, begin: Callable, body: Callable) -> None:
         """Calls `body` for the units that `tile` meets among the tokens at hand, of a band.
 
         Args:
           tile: The tile that walks; an int where there is only one.
           first: First of the other axis' tiles that are at hand; an int where all are.
-          chunk: Tokens of the other axis at hand.
           begin: Gets the units that the first call of `body` expects; not called where it expects
             none.
           body: Gets its units, those that the call before was told to expect (they hold its own, or
@@ -151,7 +157,7 @@ class Walk:
 
             return
         own_size, other_size = self.sizes
-        tiles = chunk // other_size
+        tiles = self.chunk // other_size
         span = self.span(None, tile)
         usual = self.all_units()
         begin(self.of_all_heads(self._moved(usual, _clip(span.start - first, tiles - 1))))
