@@ -1,5 +1,6 @@
 """The work of a flash kernel's walk, against masks written out."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -112,6 +113,41 @@ def test_ends_of_the_other_axis_in_walks_that_are_written_out(by_query, lower):
         places = range(len(flags))
         known = walk.is_known_across
         assert flags == [(known and n == 0, known and n == places[-1]) for n in places]
+
+
+@pytest.mark.parametrize("by_query", [True, False])
+@pytest.mark.parametrize(
+    "mask", [Mask(lower=0), Mask(lower=0, upper=150), Mask(lower=-90, upper=170, query_offset=20)]
+)
+def test_edges_that_do_not_cut_a_unit_are_left_out_there(mask, by_query):
+    sizes = {"unit": 64, "query_size": 256, "key_size": 256, "chunk": 512}
+    walk = Walk(mask=mask, by_query=by_query, queries=512, keys=512, most_written=512**2, **sizes)
+    assert walk.is_known
+    expected = np.asarray(mask.visible(*tokens(mask, 0, 0, 512)))
+    visible = np.zeros_like(expected)
+    for tile in range(2):
+
+        def body(units, *_, tile=tile):
+            for unit in units:
+                query, key = unit.query, unit.key
+                if by_query:
+                    query += tile * 256
+                else:
+                    key += tile * 256
+                left = walk.mask_of(unit)
+                assert unit.is_cut == ((left.lower, left.upper) != (None, None))
+                part = left.visible(*tokens(mask, query, key, 64))
+                visible[query : query + 64, key : key + 64] = True if part is None else part
+
+        walk.visit(tile, 0, None, body)
+    np.testing.assert_array_equal(visible, expected)
+
+
+def tokens(mask, query, key, count):
+    return (
+        mask.query_tokens(query + jnp.arange(count), axis=0),
+        mask.key_tokens(key + jnp.arange(count), axis=1),
+    )
 
 
 def test_walks_that_are_not_written_out():

@@ -397,7 +397,7 @@ def _kernel(
         logsumexp = inputs.logsumexp[0, unit.head, :, part] * LOG2_E + delta * 0.0
         first = chunk * chunk_size + unit.query
         score_tile = ScoreTile(
-            walk.mask,
+            walk.mask_of(unit),
             options,
             inputs.scores,
             unit.head,

@@ -315,7 +315,7 @@ def _kernel(*refs, walk: Walk, options: ScoreOptions, scale: float, precision, t
 
     def score_tile(unit: Unit) -> ScoreTile:
         return ScoreTile(
-            walk.mask,
+            walk.mask_of(unit),
             options,
             inputs.scores,
             unit.head,

@@ -16,6 +16,7 @@ class Unit(NamedTuple):
       query: Of its first query: in the tile, or among those at hand if queries walk by.
       key: Of its first key; likewise.
       is_cut: Whether the mask hides a part of it.
+      is_cut_by: Whether the lower and the upper edge of the mask's band may.
       is_first: Whether it is known to be the first that its queries (or keys, if they walk) meet.
       is_last: Whether it is known to be the last.
       is_first_across: Whether it is known to be the first that its keys (or queries, if keys walk)
@@ -28,6 +29,7 @@ class Unit(NamedTuple):
     query: Any  # an int, or int32 where it is traced
     key: Any
     is_cut: bool
+    is_cut_by: tuple[bool, bool] = (True, True)
     is_first: bool = False
     is_last: bool = False
     is_first_across: bool = False

@@ -379,9 +379,13 @@ class Walk:
         lower, upper = self.mask.lower, self.mask.upper
         if (lower is not None and greatest < lower) or (upper is not None and least > upper):
             return _HIDDEN
-        if (lower is None or least >= lower) and (upper is None or greatest <= upper):
-            return _WHOLE
-        return _CUT
+        return _CUT if any(self._cuts(distance, queries, keys)) else _WHOLE
+
+    def _cuts(self, distance: int, queries: int, keys: int) -> tuple[bool, bool]:
+        """Whether the band's lower and its upper edge hide something of such a block."""
+        least, greatest = distance - (keys - 1), distance + (queries - 1)
+        lower, upper = self.mask.lower, self.mask.upper
+        return lower is not None and least < lower, upper is not None and greatest > upper
 
     def _units(self, distance: int | None, own_extent: int, other_extent: int) -> list[Unit]:
         """Units of a tile with so many tokens; None: the band leaves the tile whole."""
@@ -393,13 +397,24 @@ class Walk:
             if unit.query >= queries or unit.key >= keys:
                 continue
             size = (self.unit_queries, self.unit_keys)
-            state = _WHOLE
+            is_cut_by = (False, False)
             if distance is not None:
-                state = self._band(distance + unit.query - unit.key, *size)
+                apart = distance + unit.query - unit.key
+                if self._band(apart, *size) == _HIDDEN:
+                    continue
+                is_cut_by = self._cuts(apart, *size)
             runs_over = unit.query + size[0] > queries or unit.key + size[1] > keys
-            if state != _HIDDEN:
-                units.append(unit._replace(is_cut=unit.is_cut or state == _CUT or runs_over))
+            is_cut = unit.is_cut or any(is_cut_by) or runs_over
+            units.append(unit._replace(is_cut=is_cut, is_cut_by=is_cut_by))
         return units
+
+    def mask_of(self, unit: Unit) -> Mask:
+        """The mask as far as it may hide a part of a unit."""
+        edges = (self.mask.lower, self.mask.upper)
+        lower, upper = (
+            edge if cuts else None for edge, cuts in zip(edges, unit.is_cut_by, strict=True)
+        )
+        return dataclasses.replace(self.mask, lower=lower, upper=upper)
 
     def all_units(self) -> list[Unit]:
         """Units of a tile of one head, in the order in which they are computed."""
