@@ -12,6 +12,7 @@ what to compute from memory), each with the best of some tile sizes; it needs `m
 `--what shapes` takes other shapes, relative to one that they should keep up with.
 Each row is written to `benchmarks/results/flash.json` as soon as it is there, and a program that
 was simulated once is looked up (`benchmarks/results/simulated.json`), so that a run can be stopped.
+At the end all rows are shown in `docs/flash.md` and its picture.
 Takes some minutes for each generation, the peers and the shapes much longer.
 """
 
@@ -31,7 +32,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from benchmarks import peers
-from benchmarks.results_file import read_results, write_results
+from benchmarks.results_file import installed_versions, read_results, write_results
 from benchmarks.simulate import FLOP_PER_CYCLE, GENERATIONS, Cycles, simulate_once
 from flax_pallas_attn import SegmentIds, dot_product_attention
 from flax_pallas_attn.kernels import tiles as tiles_lib
@@ -55,7 +56,8 @@ LIMITS = {
     "v6e": {64: 131_072, 128: 262_144, 256: 524_288},
     "tpu7x": {64: 131_072, 128: 262_144, 256: 524_288},
 }
-PICTURE = Path(__file__).parent.parent / "docs" / "flash_share.png"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "flash.md"
+PICTURE = DOCUMENT.with_name("flash_share.png")
 COMMAND = "python -m benchmarks.flash --peers --what main shapes"
 
 
@@ -195,7 +197,8 @@ def main() -> None:
                     measure_shape(results, topology, name)
                 print(shape_line(results, topology, name), flush=True)
     draw(results)
-    print(PICTURE)
+    DOCUMENT.write_text(document(results))
+    print(DOCUMENT, PICTURE)
 
 
 class Results:
@@ -213,8 +216,14 @@ class Results:
         """Puts a row in the place of that with the same key."""
         self.rows = [row for row in self.rows if not key.items() <= row.items()]
         self.rows.append(key | figures)
-        self.rows.sort(key=lambda row: (row["what"], GENERATIONS.index(row["topology"])))
+        self.rows.sort(key=_order)
         write_results("flash", COMMAND, self.rows)
+
+
+def _order(row: dict[str, Any]) -> tuple:
+    what = (row["what"], row.get("peer", ""), GENERATIONS.index(row["topology"]))
+    shape = list(SHAPES).index(row["shape"]) if "shape" in row else 0
+    return *what, shape, row.get("head_size", 0), row.get("mask", ""), row.get("step", "")
 
 
 def measure_row(
@@ -390,23 +399,86 @@ def relative(results: Results, topology: str, name: str, step: str) -> float | N
     return other["count"] * own["pairs"] / other["pairs"] / own["count"]
 
 
-def line(results: Results, topology: str, head_size: int, mask: str, step: str) -> str:
-    """A line of the table: shares of the issue limit."""
+def shares(results: Results, topology: str, head_size: int, mask: str, step: str) -> list[str]:
+    """Shares of the issue limit: ours, then those of the peers."""
     key = {"topology": topology, "head_size": head_size, "mask": mask, "step": step}
     rows = [results.find(what="main", **key)]
     rows += [results.find(what="peers", peer=peer, **key) for peer in PEERS]
-    shares = (
-        "-" if row is None or row["share"] is None else format(row["share"], ".2f") for row in rows
-    )
-    return f"{step:10}{head_size:10}{mask:>8}" + "".join(f"{share:>8}" for share in shares)
+    return ["-" if row is None or row["share"] is None else f"{row['share']:.2f}" for row in rows]
+
+
+def line(results: Results, topology: str, head_size: int, mask: str, step: str) -> str:
+    """A line of the table: shares of the issue limit."""
+    cells = shares(results, topology, head_size, mask, step)
+    return f"{step:10}{head_size:10}{mask:>8}" + "".join(f"{cell:>8}" for cell in cells)
 
 
 def shape_line(results: Results, topology: str, name: str) -> str:
     """A line of the shapes: relative time or rate, forward and backward."""
+    shown = "".join(f"{cell:>8}" for cell in relatives(results, topology, name))
+    return f"  {name:22}{shown}  {kind(name)}"
+
+
+def relatives(results: Results, topology: str, name: str) -> list[str]:
+    """Relative time or rate, forward and backward."""
     values = [relative(results, topology, name, step) for step in STEPS]
-    shown = "".join(f"{'-' if value is None else format(value, '.2f'):>8}" for value in values)
-    kind = "time" if SHAPES[name].by_time else "rate"
-    return f"  {name:22}{shown}  {kind} of {SHAPES[name].beside}"
+    return ["-" if value is None else f"{value:.2f}" for value in values]
+
+
+def kind(name: str) -> str:
+    """What the figures of a shape are relative to."""
+    return f"{'time' if SHAPES[name].by_time else 'rate'} of {SHAPES[name].beside}"
+
+
+def document(results: Results) -> str:
+    """All figures, as Markdown."""
+    versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
+    generations = f"{' | '.join(GENERATIONS)} |"
+    lines = [
+        "# Simulated speed of the flash kernels",
+        "",
+        f"Written by `{COMMAND}`, with {versions}.",
+        "**Nothing here has run on a TPU.** Cycles are those of the TPU compiler's static profile;",
+        "how far off it was against hardware is in",
+        "[benchmarks/calibration.md](../benchmarks/calibration.md).",
+        "",
+        f"![Shares of the issue limit]({PICTURE.name})",
+        "",
+        f"## T = S = {LENGTH:,}, {HEADS} heads, bfloat16",
+        "",
+        "Useful operations per cycle (causal counts half, backward 2.5 times forward), as a share",
+        "of what the matrix units can issue at that head size. The backward pass counts all that",
+        "the gradient adds. In parentheses jax's splash attention and tokamax's, each with the",
+        "best of some tile sizes. A dash: no figure yet, or the program compiles and the simulator",
+        "fails, with what `benchmarks/results/flash.json` quotes.",
+        "",
+        f"| pass | mask | head size | {generations}",
+        "|---|---|---:|" + "---|" * len(GENERATIONS),
+    ]
+    for step in STEPS:
+        for mask in ("full", "causal"):
+            for size in HEAD_SIZES:
+                cells = []
+                for topology in GENERATIONS:
+                    ours, *theirs = shares(results, topology, size, mask, step)
+                    has_peers = any(cell != "-" for cell in theirs)
+                    cells.append(f"{ours} ({', '.join(theirs)})" if has_peers else ours)
+                lines.append(f"| {step} | {mask} | {size} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "## Other shapes",
+        "",
+        "Causal, head size 128, two heads unless said; forward / backward. A rate is useful",
+        "operations per cycle relative to the shape named. A time is relative to that shape's,",
+        f"times the share that this one has of its tiles of {TILE} by {TILE} that hold anything.",
+        "",
+        f"| shape | relative | {generations}",
+        "|---|---|" + "---|" * len(GENERATIONS),
+    ]
+    for name in list(SHAPES)[1:]:
+        cells = (" / ".join(relatives(results, topology, name)) for topology in GENERATIONS)
+        lines.append(f"| {name} | {kind(name)} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def draw(results: Results) -> None:
@@ -430,17 +502,19 @@ def draw(results: Results) -> None:
                         *((peer, {"what": "peers", "peer": peer}) for peer in PEERS),
                     )
                 }
-                shares = {
+                by_who = {
                     who: [(row and row["share"]) or 0 for row in of_who]
                     for who, of_who in rows.items()
                 }
                 bars = panel.bar(
-                    places, shares["ours"], 0.25, color=colours[i], label=f"head size {head_size}"
+                    places, by_who["ours"], 0.25, color=colours[i], label=f"head size {head_size}"
                 )
-                labels = [format(share, ".2f") if share else "-" for share in shares["ours"]]
-                panel.bar_label(bars, labels, fontsize=7)
+                labels = [format(share, ".2f") if share else "-" for share in by_who["ours"]]
+                panel.bar_label(
+                    bars, labels, fontsize=7, bbox={"facecolor": "white", "lw": 0, "pad": 0.3}
+                )
                 for peer, marker in markers.items():
-                    known = [(x, y) for x, y in zip(places, shares[peer], strict=True) if y]
+                    known = [(x, y) for x, y in zip(places, by_who[peer], strict=True) if y]
                     panel.scatter(
                         [x for x, _ in known],
                         [y for _, y in known],

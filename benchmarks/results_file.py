@@ -22,7 +22,7 @@ def write_results(name: str, command: str, rows: list[dict[str, Any]]) -> Path:
     """
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    content = {"command": command, "versions": _versions(), "rows": rows}
+    content = {"command": command, "versions": installed_versions(), "rows": rows}
     part = path.with_suffix(".part")  # a run that is stopped leaves the file whole
     part.write_text(json.dumps(content, indent=1) + "\n")
     part.replace(path)
@@ -35,10 +35,11 @@ def read_results(name: str) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     content = json.loads(path.read_text())
-    return content["rows"] if content["versions"] == _versions() else []
+    return content["rows"] if content["versions"] == installed_versions() else []
 
 
-def _versions() -> dict[str, str | None]:
+def installed_versions() -> dict[str, str | None]:
+    """Of Python and the packages that figures depend on; None of one that is not there."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("jax", "jaxlib", "flax", "libtpu"):
         try:

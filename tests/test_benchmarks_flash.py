@@ -1,5 +1,8 @@
 """Parts of the flash benchmark that need no simulator."""
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,7 +126,7 @@ def test_results_are_written_row_by_row_and_read_again(results, tmp_path):
 def test_results_of_other_versions_are_not_taken(results, monkeypatch):
     results.add({"what": "main", "topology": "v6e"}, {})
     assert len(flash.Results().rows) == 1
-    monkeypatch.setattr(results_file, "_versions", lambda: {"jax": "0"})
+    monkeypatch.setattr(results_file, "installed_versions", lambda: {"jax": "0"})
     assert flash.Results().rows == []
 
 
@@ -134,6 +137,20 @@ def test_a_picture_is_drawn_of_what_there_is(results, tmp_path, monkeypatch):
     results.add({"what": "peers", "peer": "splash", **key}, {"share": None})
     flash.draw(results)
     assert flash.PICTURE.stat().st_size > 1000
+
+
+def test_the_document_shows_the_result_file(results):
+    committed = Path(flash.__file__).parent / "results" / "flash.json"
+    results.rows = json.loads(committed.read_text())["rows"]
+    shown = flash.document(results).splitlines()
+    in_document = flash.DOCUMENT.read_text().splitlines()
+    for lines in (shown, in_document):  # versions: those that are installed
+        lines[:] = [line for line in lines if not line.startswith("Written by")]
+    assert in_document == shown
+    row = results.find(what="main", topology="v6e", head_size=128, mask="full", step="forward")
+    assert row["share"] is not None
+    (cells,) = (line.split(" | ") for line in shown if line.startswith("| forward | full | 128"))
+    assert cells[5].startswith(format(row["share"], ".2f"))
 
 
 @pytest.mark.tpu_compile
