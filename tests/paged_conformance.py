@@ -95,10 +95,18 @@ CASES = (
         soft_cap=2.0,
         padding=0,
     ),
+    Case(name="sinks", counts=(1, 9), lengths=(20, 9), has_sinks=True, window=4),
+    Case(
+        name="ALiBi and sinks, a group of three",
+        counts=(1, 0, 40),
+        lengths=(60, 0, 64),
+        heads=6,
+        has_alibi=True,
+        has_sinks=True,
+        soft_cap=3.0,
+    ),
 )
 XLA_CASES = (
-    Case(name="sinks", counts=(1, 9), lengths=(20, 9), has_sinks=True, window=4),
-    Case(name="ALiBi", counts=(1, 9), lengths=(20, 9), has_alibi=True),
     Case(name="pages of 5, of which blocks are not made", counts=(3,), lengths=(40,), page_size=5),
 )
 

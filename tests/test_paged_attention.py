@@ -205,11 +205,20 @@ def tables(lengths, table_pages=2):
     }
 
 
+def create_cache(*, page_size=8, num_kv_heads=2):
+    return PagedKVCache.create(
+        num_layers=1,
+        num_pages=8,
+        page_size=page_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=16,
+        dtype="float32",
+    )
+
+
 def decode(lengths=(5, 12), heads=4, kv_heads=2, head_dim=16, dtype="float32", **changes):
     """A call of one token for each sequence, with some arguments changed."""
-    cache = PagedKVCache.create(
-        num_layers=1, num_pages=8, page_size=8, num_kv_heads=kv_heads, head_dim=16, dtype="float32"
-    )
+    cache = create_cache(num_kv_heads=kv_heads)
     shape = (len(lengths), kv_heads, 16)
     arguments = {
         "query": jnp.ones((len(lengths), heads, head_dim), dtype),
@@ -272,9 +281,9 @@ def decode(lengths=(5, 12), heads=4, kv_heads=2, head_dim=16, dtype="float32", *
         ({"sharding": object()}, NotImplementedError, "sharding is not supported yet"),
         ({"bias": jnp.ones((4, 2))}, NotImplementedError, "only Alibi is"),
         (
-            {"sinks": jnp.ones(4), "implementation": "pallas"},
+            {"cache": create_cache(page_size=5), "lengths": (5, 9), "implementation": "pallas"},
             NotImplementedError,
-            "kernel cannot take this call: sinks is not in the paged Pallas kernel yet",
+            "kernel cannot take this call: page_size=5 is not a multiple of 8",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from flax_pallas_attn import aot
+from flax_pallas_attn import Alibi, aot
 from flax_pallas_attn.kernels import paged
 from flax_pallas_attn.kernels.paged_tiles import PagedTiles
+from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask
 from flax_pallas_attn.paged import PagedKVCache, paged_attention
 from tests.paged_conformance import Case, assert_close, make_call
@@ -37,7 +38,7 @@ def attend(call, *, window=None, tiles=SMALL_TILES):
         layer=arguments["layer"],
         **tables,
         mask=Mask(lower=0, upper=window),
-        soft_cap=None,
+        logits=Logits(),
         scale=query.shape[-1] ** -0.5,
         tiles=tiles,
     )
@@ -272,6 +273,12 @@ SHAPES = {
         "kv_heads": 2,
         "local_window_size": 100,
         "logits_soft_cap": 30.0,
+    },
+    "ALiBi and sinks, a group of three": {
+        "heads": 24,
+        "kv_heads": 8,
+        "bias": Alibi(np.ones(24, np.float32)),
+        "sinks": np.ones(24, np.float32),
     },
     "32 key/value heads": {"heads": 32, "kv_heads": 32, "page_size": 128},
     "2048 queries on 32k": {

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flax_pallas_attn import logits as logits_lib
 from flax_pallas_attn.kernels import tiles as tiles_lib
 from flax_pallas_attn.kernels.online_softmax import LOG2_E, dot, finite
 from flax_pallas_attn.kernels.paged_tiles import (
@@ -29,6 +30,7 @@ from flax_pallas_attn.kernels.paged_tiles import (
     PagedTiles,
     default_tiles,
 )
+from flax_pallas_attn.logits import Logits
 from flax_pallas_attn.masking import Mask, Tokens
 
 
@@ -41,6 +43,16 @@ class _Tables(NamedTuple):
     first_sequence: Any  # [grid]
     stop_sequence: Any  # [grid]
     layer: Any  # [1]
+
+
+class _OfRows(NamedTuple):
+    """What belongs to a row's head, the same in every grid step: `[K, rows, 1]` float32, or None.
+
+    In base 2, as the scores are.
+    """
+
+    slopes: Any
+    sinks: Any
 
 
 class _Scratch(NamedTuple):
@@ -77,7 +89,7 @@ def attend(
     kv_lengths: jax.Array,
     query_starts: jax.Array,
     mask: Mask,
-    soft_cap: float | None,
+    logits: Logits,
     scale: float | jax.Array,
     tiles: PagedTiles | None = None,
 ) -> jax.Array:
@@ -93,7 +105,7 @@ def attend(
       kv_lengths: `[sequences]` int32.
       query_starts: `[sequences + 1]` int32.
       mask: Causal, perhaps with a window.
-      soft_cap: Of the scores, or None.
+      logits: Soft cap, ALiBi and sinks.
       scale: Factor on the scores.
       tiles: Tile sizes; None for `default_tiles`.
 
@@ -101,7 +113,7 @@ def attend(
       `[tokens, N, Hv]` in the query's dtype.
     """
     if tiles is None:
-        tiles = default_tiles(query, pages, page_table)
+        tiles = default_tiles(query, pages, page_table, logits)
         assert tiles is not None, "reasons_against has been asked"
     tokens, heads, head_dim = query.shape
     num_pages, kv_heads, page_size, lanes = pages.shape[1:]
@@ -114,7 +126,7 @@ def attend(
     rows = tiles.query_tokens * group
 
     # Rows of a KV head beside each other, in base 2; lanes past H meet the value's as zeros.
-    factor = scale * LOG2_E if soft_cap is None else scale / soft_cap
+    factor = scale * LOG2_E if logits.soft_cap is None else scale / logits.soft_cap
     rows_of_head = (query.astype(jnp.float32) * factor).astype(query.dtype)
     rows_of_head = rows_of_head.reshape(tokens, kv_heads, group, head_dim).transpose(1, 0, 2, 3)
     rows_of_head = jnp.pad(
@@ -122,6 +134,13 @@ def attend(
         ((0, 0), (0, steps * tiles.query_tokens - tokens), (0, 0), (0, key_lanes - head_dim)),
     ).reshape(kv_heads, steps * rows, key_lanes)
 
+    def of_rows(x):
+        if x is None:
+            return None
+        x = x.astype(jnp.float32).reshape(kv_heads, group) * LOG2_E
+        return jnp.tile(x, (1, tiles.query_tokens))[..., None]
+
+    heads_of_rows = _OfRows(of_rows(logits.slopes), of_rows(logits.sinks))
     step = jnp.arange(steps, dtype=jnp.int32)[:, None] * tiles.query_tokens
     tables = _Tables(
         page_table=jnp.clip(page_table, 0, num_pages - 1).reshape(-1),
@@ -137,7 +156,7 @@ def attend(
         functools.partial(
             _kernel,
             mask=mask,
-            soft_cap=soft_cap,
+            soft_cap=logits.soft_cap,
             group=group,
             value_base=_value_base(value_start),
             tiles=tiles,
@@ -153,6 +172,7 @@ def attend(
             grid=(steps,),
             in_specs=[
                 pl.BlockSpec((kv_heads, rows, key_lanes), lambda i, *_: (0, i, 0)),
+                jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda *_: (0, 0, 0)), heads_of_rows),
                 pl.BlockSpec(memory_space=pltpu.HBM),
             ],
             out_specs=pl.BlockSpec((kv_heads, rows, value_lanes), lambda i, *_: (0, i, 0)),
@@ -171,7 +191,7 @@ def attend(
         ),
         cost_estimate=cost(query, pages, page_table, mask, value_dim, steps),
         name="paged_attention",
-    )(*tables, rows_of_head, pages)
+    )(*tables, rows_of_head, heads_of_rows, pages)
     first = value_start - _value_base(value_start)
     output = output[..., first : first + value_dim]
     output = output.reshape(kv_heads, -1, group, value_dim).transpose(1, 0, 2, 3)
@@ -196,7 +216,7 @@ def _kernel(
     tiles: PagedTiles,
     table_pages: int,
 ):
-    *table_refs, query_ref, pages_ref, output_ref, scratch = refs
+    *table_refs, query_ref, of_rows, pages_ref, output_ref, scratch = refs
     tables = _Tables(*table_refs)
     kv_heads, _, key_lanes = query_ref.shape
     page_size = pages_ref.shape[3]
@@ -274,12 +294,15 @@ def _kernel(
             scores = dot(query_ref[tile], scratch.blocks[buffer, head, :, :key_lanes], (1, 1), None)
             if soft_cap is not None:
                 scores = soft_cap * LOG2_E * jnp.tanh(scores)
+            position = token + part.offset
+            key = key_index + jax.lax.broadcasted_iota(jnp.int32, (1, block_tokens), 1)
+            tokens = Tokens(position, position), Tokens(key, key)
+            if of_rows.slopes is not None:
+                scores += logits_lib.alibi(of_rows.slopes[tile], *tokens)
             if is_cut:
                 # Zeros times a value that is not finite are a NaN score, which the mask can hide.
                 scores += dot(jnp.zeros((8, value.shape[1]), value.dtype), value, (1, 1), None)[:1]
-                key = key_index + jax.lax.broadcasted_iota(jnp.int32, (1, block_tokens), 1)
-                position = token + part.offset
-                visible = mask.visible(Tokens(position, position), Tokens(key, key))
+                visible = mask.visible(*tokens)
                 assert visible is not None, "the mask is causal"
                 scores = jnp.where(visible, scores, -jnp.inf)
                 value = finite(value)
@@ -320,8 +343,13 @@ def _kernel(
             pl.when(are_few)(lambda: attend_tiles(SMALL_ROWS))
             pl.when(jnp.logical_not(are_few))(lambda: attend_tiles(large_rows))
 
-    scratch.maximum[...] = jnp.full_like(scratch.maximum, -jnp.inf)
-    scratch.total[...] = jnp.zeros_like(scratch.total)
+    # A sink is what a row has seen before any key, and adds nothing to its output.
+    if of_rows.sinks is None:
+        scratch.maximum[...] = jnp.full_like(scratch.maximum, -jnp.inf)
+        scratch.total[...] = jnp.zeros_like(scratch.total)
+    else:
+        scratch.maximum[...] = of_rows.sinks[...]
+        scratch.total[...] = jnp.ones_like(scratch.total)
     scratch.output[...] = jnp.zeros_like(scratch.output)
 
     def fetch(cursor: _Cursor, count):

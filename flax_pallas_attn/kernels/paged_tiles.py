@@ -37,11 +37,7 @@ class PagedTiles:
 
 def reasons_against(query, pages, page_table, logits: Logits) -> list[str]:
     """Why the kernel cannot take a call; empty when it can."""
-    reasons = [
-        f"{name} is not in the paged Pallas kernel yet"
-        for name in logits.used
-        if name != "logits_soft_cap"
-    ]
+    reasons = []
     if pages.dtype not in (jnp.bfloat16, jnp.float32):
         reasons.append(
             f"dtype {pages.dtype} has no TPU kernel (Mosaic compiles bfloat16 and float32)"
@@ -52,7 +48,7 @@ def reasons_against(query, pages, page_table, logits: Logits) -> list[str]:
         reasons.append(
             f"page_table has {page_table.size} entries, scalar memory holds {MOST_TABLE_ENTRIES}"
         )
-    if default_tiles(query, pages, page_table) is None:
+    if default_tiles(query, pages, page_table, logits) is None:
         reasons.append(
             f"a page of {math.prod(pages.shape[2:])} numbers, and {query.shape[1]} query heads, do "
             f"not fit {tiles_lib.vmem_limit_bytes()} bytes of VMEM"
@@ -60,7 +56,9 @@ def reasons_against(query, pages, page_table, logits: Logits) -> list[str]:
     return reasons
 
 
-def default_tiles(query: jax.Array, pages: jax.Array, page_table: jax.Array) -> PagedTiles | None:
+def default_tiles(
+    query: jax.Array, pages: jax.Array, page_table: jax.Array, logits: Logits
+) -> PagedTiles | None:
     """The largest tiles that fit the VMEM of the generation compiled for; None where none do."""
     tokens, heads, _ = query.shape
     kv_heads, page_size, lanes = pages.shape[2:]
@@ -76,19 +74,22 @@ def default_tiles(query: jax.Array, pages: jax.Array, page_table: jax.Array) -> 
             tiles = PagedTiles(
                 query_tokens=query_tokens, tile_tokens=tile_tokens, block_pages=block
             )
-            if vmem_bytes(tiles, query, pages) <= tiles_lib.vmem_limit_bytes():
+            if vmem_bytes(tiles, query, pages, logits) <= tiles_lib.vmem_limit_bytes():
                 return tiles
     return None
 
 
-def vmem_bytes(tiles: PagedTiles, query: jax.Array, pages: jax.Array) -> int:
+def vmem_bytes(tiles: PagedTiles, query: jax.Array, pages: jax.Array, logits: Logits) -> int:
     """Estimate: blocks of pages, pipelined queries and outputs, running softmax, live tiles."""
     kv_heads, page_size, lanes = pages.shape[2:]
     group = query.shape[1] // kv_heads
     block_tokens = tiles.block_pages * page_size
     itemsize = pages.dtype.itemsize
     rows = kv_heads * tiles.query_tokens * group
-    row_bytes = 2 * (lanes + tiles_lib.LANES) * itemsize + (lanes + 2 * tiles_lib.LANES) * 4
+    of_rows = (logits.slopes is not None) + (logits.sinks is not None)
+    row_bytes = (
+        2 * (lanes + tiles_lib.LANES) * itemsize + (lanes + (2 + 2 * of_rows) * tiles_lib.LANES) * 4
+    )
     scores = max(tiles.tile_tokens * group, SMALL_ROWS) * tiles_lib.pad_to(block_tokens, 128)
     blocks = BUFFERS * kv_heads * block_tokens * lanes * itemsize
     return blocks + rows * row_bytes + 4 * (4 * scores + 2 * block_tokens * lanes)

@@ -76,7 +76,7 @@ def paged_attention(
         `sliding_window=w` is `w - 1` here.
       logits_soft_cap: Scores become `cap * tanh(scores / cap)`.
       sinks: `[N]`, a logit per head that takes part in the softmax and has no value.
-      bias: `Alibi(slopes)`.
+      bias: `Alibi(slopes)`, by position in the sequence.
       tree_mask: For drafts shaped as a tree; not supported yet.
       sharding: Placement on a mesh; not supported yet.
       implementation: "pallas" (TPU), "xla" or "reference". None takes the first for TPU, where it
@@ -236,7 +236,7 @@ def _kernel(query, cache, *, logits, **arguments) -> jax.Array:
         cache.pages,
         value_start=cache.value_start,
         value_dim=cache.value_head_dim,
-        soft_cap=logits.soft_cap,
+        logits=logits,
         **arguments,
     )
 
