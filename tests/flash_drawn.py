@@ -49,10 +49,14 @@ def check_drawn(masks: str, dtype: str) -> None:
         st.booleans(),
     )
     def run(combination, tiles, key_gradients_in_hbm):
-        with pytest.MonkeyPatch.context() as patch, pltpu.force_tpu_interpret_mode(True):
-            if key_gradients_in_hbm:
-                patch.setattr(tiles_lib, "key_gradients_fit", lambda tiles, shape: False)
-            combination.check(functools.partial(flash.attend, tiles=tiles), dtype)
-        jax.clear_caches()  # each has programs of its own: thousands would fill the memory
+        try:
+            with pytest.MonkeyPatch.context() as patch, pltpu.force_tpu_interpret_mode(True):
+                if key_gradients_in_hbm:
+                    patch.setattr(tiles_lib, "key_gradients_fit", lambda tiles, shape: False)
+                combination.check(functools.partial(flash.attend, tiles=tiles), dtype)
+        finally:
+            # What is patched is not among what jax knows a program by; and thousands of programs
+            # would fill the memory.
+            jax.clear_caches()
 
     run()

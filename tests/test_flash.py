@@ -99,10 +99,15 @@ CAUSAL = Case(
 )
 
 
-@pytest.mark.parametrize("case", [CAUSAL, dataclasses.replace(CAUSAL, heads=1)], ids=["2", "1"])
-def test_key_gradients_summed_in_hbm(case, interpret, monkeypatch):
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"heads": 1}, {"heads": 4, "kv_heads": 2, "queries": 200, "keys": 100}],
+    ids=["2", "1", "short, of two heads in a grid step"],
+)
+def test_key_gradients_summed_in_hbm(changes, interpret, monkeypatch):
     """As where the gradients of all keys do not fit in VMEM: very long sequences."""
     monkeypatch.setattr(tiles_lib, "key_gradients_fit", lambda tiles, shape: False)
+    case = dataclasses.replace(CAUSAL, **changes)
     conformance.check_case(functools.partial(flash.attend, tiles=TILES), case)
 
 

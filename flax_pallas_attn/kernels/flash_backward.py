@@ -122,7 +122,10 @@ def flash_backward(
     step_heads = tiles_lib.backward_heads(tiles, shape, heads, group)
     step_kv_heads = max(1, step_heads // group)
     members = group // step_heads if step_heads < group else 1
-    sums_in_hbm = group * chunks > 1 and not tiles_lib.key_gradients_fit(tiles, shape)
+    # Heads that share a grid step are short: what their keys' gradients take always fits.
+    sums_in_hbm = (
+        step_kv_heads == 1 and group * chunks > 1 and not tiles_lib.key_gradients_fit(tiles, shape)
+    )
     keys_in_vmem = tiles_lib.backward_keys_in_vmem(tiles, shape, group)
     vmem_bytes = tiles_lib.backward_vmem_bytes(tiles, shape, keys_in_vmem, step_heads)
     walk = Walk(
