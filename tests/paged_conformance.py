@@ -96,6 +96,7 @@ CASES = (
         padding=0,
     ),
     Case(name="sinks", counts=(1, 9), lengths=(20, 9), has_sinks=True, window=4),
+    Case(name="ALiBi", counts=(1, 9), lengths=(20, 9), has_alibi=True),
     Case(
         name="ALiBi and sinks, a group of three",
         counts=(1, 0, 40),
